@@ -1,0 +1,72 @@
+"""The engine behind a BlendLLM: made on first use, at most once, shared by copies of the LLM."""
+
+import dataclasses
+import threading
+from collections.abc import Callable
+from typing import Any
+
+from rag_blend import BlendEngine, read_model_info
+
+NO_MODEL = "BlendLLM needs a model: BlendLLM(model='path or hub id') or BlendLLM(engine=engine)"
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelFacts:
+    """What LlamaIndex asks about the model before the first token."""
+
+    name: str
+    context_window: int
+    """Tokens of prompt and answer together."""
+    has_chat_template: bool
+
+
+class EngineHandle:
+    """Holds a given engine, or the one that is made from a model name when it is first needed.
+
+    The lock, the engine and its threads live here, outside of pydantic's fields, so that copying or dumping
+    an LLM never touches them.
+    """
+
+    def __init__(self, engine: BlendEngine | None = None) -> None:
+        """Hold `engine`; None means that one will be made."""
+        self.given = engine is not None
+        self._engine = engine
+        self._facts: ModelFacts | None = None
+        self._lock = threading.Lock()
+
+    def get(self, make: Callable[[], BlendEngine]) -> BlendEngine:
+        """Return the engine; the first caller makes it while the others wait."""
+        with self._lock:
+            if self._engine is None:
+                self._engine = make()
+            return self._engine
+
+    def facts(self, model: str | None) -> ModelFacts:
+        """Return the facts about the model, from its config files when the engine is not there yet."""
+        if self._facts is None:
+            self._facts = _facts_of_engine(self._engine) if self.given else _facts_of_files(model)
+        return self._facts
+
+    def close(self) -> None:
+        """Close an engine that was made here; a given one belongs to its giver."""
+        with self._lock:
+            if self._engine is not None and not self.given:
+                self._engine.close()
+                self._engine = None
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "EngineHandle":
+        """Share: a copy of an LLM must not load a second model."""
+        return self
+
+
+def _facts_of_engine(engine: BlendEngine | None) -> ModelFacts:
+    assert engine is not None  # only called for a handle that was given an engine
+    has_template = bool(getattr(engine.tokenizer, "chat_template", None))
+    return ModelFacts(engine.model_name, engine.context_window, has_template)
+
+
+def _facts_of_files(model: str | None) -> ModelFacts:
+    if model is None:
+        raise ValueError(NO_MODEL)
+    info = read_model_info(model)
+    return ModelFacts(info.name, info.context_window, info.has_chat_template)

@@ -1,0 +1,94 @@
+"""A transformers cache whose prefill may be a blend, and which then grows in place while decoding."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import torch
+from transformers.cache_utils import Cache, DynamicLayer
+
+from rag_blend.chunk import LayerKV
+
+
+class KVPlacer(Protocol):
+    """Puts freshly computed rows among the reused ones."""
+
+    def place(self, layer_idx: int, keys: torch.Tensor, values: torch.Tensor, room: int) -> LayerKV:
+        """Whole keys and values of a layer, (batch, num_kv_heads, num_tokens + room, head_dim) each."""
+
+
+class GrowingLayer(DynamicLayer):
+    """A dynamic layer that appends into spare room instead of copying itself for every token.
+
+    Args:
+        room: Tokens to leave space for.
+        placer: Completes the first update; None makes it a plain prefill.
+        layer_idx: Which layer this is.
+    """
+
+    def __init__(self, room: int, placer: KVPlacer | None, layer_idx: int) -> None:
+        super().__init__()
+        self._room = room
+        self._placer = placer
+        self._layer_idx = layer_idx
+        self._spare: LayerKV | None = None  # the buffers that self.keys and self.values are the beginning of
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Take new rows and return all rows so far, (batch, num_kv_heads, num_tokens, head_dim) each."""
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+            return self._begin(key_states, value_states)
+        if not self._append(key_states, value_states):
+            self._spare = None
+            super().update(key_states, value_states, *args, **kwargs)
+        assert self.keys is not None and self.values is not None
+        return self.keys, self.values
+
+    def _begin(self, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        if self._placer is not None:
+            self._spare = self._placer.place(self._layer_idx, keys, values, self._room)
+        else:
+            self._spare = LayerKV(_with_room(keys, self._room), _with_room(values, self._room))
+        length = self._spare.keys.shape[-2] - self._room
+        return self._show(length)
+
+    def _append(self, keys: torch.Tensor, values: torch.Tensor) -> bool:
+        """Write behind the rows there are; False when something else has replaced them or the room is used up."""
+        if self._spare is None or self.keys is None or self.keys.data_ptr() != self._spare.keys.data_ptr():
+            return False
+        start = self.keys.shape[-2]
+        end = start + keys.shape[-2]
+        if end > self._spare.keys.shape[-2] or keys.shape[0] != self._spare.keys.shape[0]:
+            return False
+        self._spare.keys[..., start:end, :] = keys
+        self._spare.values[..., start:end, :] = values
+        self._show(end)
+        return True
+
+    def _show(self, length: int) -> tuple[torch.Tensor, torch.Tensor]:
+        assert self._spare is not None
+        self.keys = self._spare.keys[..., :length, :]
+        self.values = self._spare.values[..., :length, :]
+        return self.keys, self.values
+
+
+class BlendCache(Cache):
+    """One `GrowingLayer` per decoder layer.
+
+    Args:
+        num_layers: Number of decoder layers.
+        room: Tokens to leave space for.
+        placer: Completes the first update of each layer; None makes it an ordinary empty cache.
+    """
+
+    def __init__(self, num_layers: int, room: int = 0, placer: KVPlacer | None = None) -> None:
+        super().__init__(layers=[GrowingLayer(room, placer, i) for i in range(num_layers)])
+
+
+def _with_room(rows: torch.Tensor, room: int) -> torch.Tensor:
+    batch, heads, length, dim = rows.shape
+    buffer = rows.new_empty(batch, heads, length + room, dim)
+    buffer[..., :length, :] = rows
+    return buffer

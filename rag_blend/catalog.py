@@ -1,0 +1,120 @@
+"""Which stored chunks a prompt may use: grouped by the head they were cached behind, found by token ids."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+from rag_blend.chunk import GENERIC_HEAD, NO_TOKENS, ChunkOrigin
+from rag_blend.match import ChunkIndex, Match
+
+TokenIdsOf = Callable[[str], np.ndarray]
+_EDGE_TOKENS = 3  # so many tokens may change where two texts meet
+
+
+class Findings(NamedTuple):
+    """What lies in a prompt.
+
+    Attributes:
+        prefix: Matches that are exact where they stand.
+        chunks: Matches that can be blended, best first.
+        elsewhere: Chunks that are stored, but only behind another head: not to be used.
+    """
+
+    prefix: list[Match]
+    chunks: list[Match]
+    elsewhere: list[Match]
+
+
+@dataclass(frozen=True, slots=True)
+class _Group:
+    """Chunks cached behind one head. `primed` ones never are exact."""
+
+    head_ids: np.ndarray | None  # None: cached without knowing the head
+    primed: bool
+    index: ChunkIndex
+
+    def suits(self, prompt_ids: np.ndarray) -> bool:
+        """Whether the prompt begins with this head, but for tokens that may change at its end."""
+        if self.head_ids is None:
+            return True
+        return common_prefix(self.head_ids, prompt_ids) >= len(self.head_ids) - _EDGE_TOKENS
+
+    def is_exact(self, match: Match, prompt_ids: np.ndarray) -> bool:
+        """Whether the match stands directly behind the very head it was cached behind."""
+        if self.primed or self.head_ids is None or match.offset or match.start != len(self.head_ids):
+            return False
+        return common_prefix(self.head_ids, prompt_ids) == len(self.head_ids)
+
+
+class ChunkCatalog:
+    """All chunks of one model and tenant that were cached in a way this engine accepts.
+
+    Not thread-safe: the engine serialises.
+
+    Args:
+        token_ids_of: Brings a stored chunk's ids.
+        head_ids_of: Brings a head's ids from its digest; KeyError when unknown.
+        any_head: Blend chunks also behind a head they were not cached behind (never as exact).
+    """
+
+    def __init__(self, token_ids_of: TokenIdsOf, head_ids_of: TokenIdsOf, any_head: bool = False) -> None:
+        self._token_ids_of = token_ids_of
+        self._head_ids_of = head_ids_of
+        self._any_head = any_head
+        self._groups: dict[tuple[str, bool], _Group] = {}
+
+    def __len__(self) -> int:
+        return sum(len(group.index) for group in self._groups.values())
+
+    def add(self, key: str, origin: ChunkOrigin, token_ids: np.ndarray) -> None:
+        """Make a stored chunk known. A chunk whose head cannot be found any more is left out."""
+        try:
+            group = self._group(origin)
+        except KeyError:
+            return
+        group.index.add(key, token_ids)
+
+    def remove(self, keys: Iterable[str]) -> None:
+        """Forget chunks; unknown keys are ignored."""
+        for key in keys:
+            for group in self._groups.values():
+                group.index.remove(key)
+
+    def find(self, prompt_ids: np.ndarray) -> Findings:
+        """Find stored chunks in a prompt, (num_tokens,) int32."""
+        prefix: list[Match] = []
+        chunks: list[tuple[bool, Match]] = []
+        unsuited: list[_Group] = []
+        for group in self._groups.values():
+            suits = group.suits(prompt_ids)
+            if not (suits or self._any_head):
+                unsuited.append(group)
+                continue
+            for match in group.index.match(prompt_ids):
+                if suits and group.is_exact(match, prompt_ids):
+                    prefix.append(match)
+                else:
+                    # A chunk cached behind this very head is better than one cached behind an unknown one.
+                    chunks.append((suits and group.head_ids is not None, match))
+        prefix.sort(key=lambda m: (m.start, -m.length))
+        chunks.sort(key=lambda c: (not c[0], -c[1].length, c[1].start))
+        elsewhere = [] if chunks else [m for group in unsuited for m in group.index.match(prompt_ids)]
+        return Findings(prefix, [match for _, match in chunks], elsewhere)
+
+    def _group(self, origin: ChunkOrigin) -> _Group:
+        at = (origin.head, origin.prime != NO_TOKENS)
+        if at not in self._groups:
+            head_ids = None if origin.head == GENERIC_HEAD else self._head_ids_of(origin.head)
+            self._groups[at] = _Group(head_ids, at[1], ChunkIndex(self._token_ids_of))
+        return self._groups[at]
+
+
+def common_prefix(left: np.ndarray, right: np.ndarray) -> int:
+    """How many ids two sequences have in common at their start."""
+    length = min(len(left), len(right))
+    differ = np.flatnonzero(left[:length] != right[:length])
+    return int(differ[0]) if len(differ) else length

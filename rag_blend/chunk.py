@@ -1,0 +1,103 @@
+"""The nouns: one layer's keys and values, one chunk's cache, what it belongs to, and its key."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+FORMAT = "rag_blend.kv/1"
+GENERIC_HEAD = "any"  # the head digest of chunks that were cached without knowing the prompt's head
+
+
+class LayerKV(NamedTuple):
+    """Keys and values of one layer, each of shape (num_kv_heads, num_tokens, head_dim).
+
+    Keys are **before** RoPE (and after any k_norm), so that they can be put at any position.
+    """
+
+    keys: torch.Tensor
+    values: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFingerprint:
+    """What decides whether a stored cache is this model's: contents, never names or paths.
+
+    Attributes:
+        weights: Digest of all parameters.
+        config: Digest of the configuration, RoPE parameters included.
+        tokenizer: Digest of the tokenizer.
+        compute_dtype: Dtype in which the model ran, e.g. ``"float32"``.
+        kv_dtype: Dtype in which keys and values are stored.
+    """
+
+    weights: str
+    config: str
+    tokenizer: str
+    compute_dtype: str
+    kv_dtype: str
+
+    @property
+    def digest(self) -> str:
+        """Hex sha256 over all fields."""
+        return digest_json(asdict(self))
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkOrigin:
+    """Where a cache comes from, apart from the chunk's own tokens.
+
+    Attributes:
+        fingerprint: Digest of the `ModelFingerprint`.
+        namespace: Tenant; entries of different namespaces never meet.
+        head: Digest of the token ids in front, or `GENERIC_HEAD`.
+        prime: Digest of the priming token ids between head and chunk.
+    """
+
+    fingerprint: str
+    namespace: str
+    head: str
+    prime: str
+
+
+class ChunkKV(NamedTuple):
+    """The whole cache of one chunk.
+
+    Attributes:
+        origin: What the cache was computed with.
+        token_ids: The chunk's own ids, int32, shape (num_tokens,).
+        layers: One `LayerKV` per layer.
+    """
+
+    origin: ChunkOrigin
+    token_ids: np.ndarray
+    layers: Sequence[LayerKV]
+
+
+def digest_json(value: object) -> str:
+    """Hex sha256 of the canonical JSON of `value`."""
+    text = json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=True)
+    return hashlib.sha256(text.encode("ascii")).hexdigest()
+
+
+def digest_ids(token_ids: Sequence[int] | np.ndarray) -> str:
+    """Hex sha256 of a sequence of token ids."""
+    ids = np.ascontiguousarray(token_ids, dtype="<i4")
+    return hashlib.sha256(ids.tobytes()).hexdigest()
+
+
+NO_TOKENS = digest_ids([])
+
+
+def chunk_key(origin: ChunkOrigin, token_ids: Sequence[int] | np.ndarray) -> str:
+    """The name of an entry: hex sha256 over its origin and its token ids.
+
+    The document's id is deliberately not part of it: the same text in two documents is stored once.
+    """
+    return digest_json({"format": FORMAT, "ids": digest_ids(token_ids), **asdict(origin)})

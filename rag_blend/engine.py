@@ -1,0 +1,567 @@
+"""The engine: wires model, store, matching, blending and decoding together. Knows no framework."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from types import TracebackType
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    StoppingCriteriaList,
+)
+
+from rag_blend.blend import BlendPass
+from rag_blend.cache import BlendCache
+from rag_blend.catalog import ChunkCatalog
+from rag_blend.chunk import NO_TOKENS
+from rag_blend.errors import GenerationCancelledError, PromptTooLongError, UnsupportedModelError
+from rag_blend.fingerprint import fingerprint_of
+from rag_blend.generation import (
+    FirstTokenClock,
+    Generation,
+    GenerationStats,
+    PieceStreamer,
+    TextStream,
+    cut_at_stop,
+)
+from rag_blend.info import context_window_of
+from rag_blend.ingest import Ingester, IngestReport, head_record
+from rag_blend.models import ModelAdapter, adapter_for
+from rag_blend.plan import BlendPlan, plan_blend
+from rag_blend.prefetch import LayerPrefetcher, LostChunkError
+from rag_blend.primer import Primer
+from rag_blend.prompt import prompt_ids
+from rag_blend.selectors import TokenSelector, selector_of
+from rag_blend.selftest import check_model
+from rag_blend.storage import StorageBackend, open_storage
+from rag_blend.store import KVStore
+
+logger = logging.getLogger(__name__)
+T = TypeVar("T")
+
+Storage = str | os.PathLike[str] | StorageBackend | None
+
+
+@dataclass(frozen=True, slots=True)
+class Prefill:
+    """A prompt's prefill.
+
+    Attributes:
+        logits: Of the next token, float32, shape (vocab,).
+        cache: Keys and values of all prompt tokens, ready to be decoded from.
+        stats: What was reused and computed.
+    """
+
+    logits: torch.Tensor
+    cache: BlendCache
+    stats: GenerationStats
+
+
+@dataclass(frozen=True, slots=True)
+class ForgetReport:
+    """What `BlendEngine.forget` did.
+
+    Attributes:
+        entries: Stored chunks that were deleted.
+        prime_renewed: The text that chunks are primed with came from one of the documents, so every chunk primed
+            with it is gone too: ingest the remaining documents again.
+    """
+
+    entries: int = 0
+    prime_renewed: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class _Policy:
+    """How one prompt is to be treated."""
+
+    selector: TokenSelector
+    ratio: float | None
+    reuse: bool = True
+
+
+class BlendEngine:
+    """A Hugging Face model that prefills only what it has not prefilled before.
+
+    All methods may be called from several threads; the model serves one of them at a time.
+
+    Args:
+        model: A causal language model of transformers.
+        tokenizer: Its tokenizer.
+        storage: Where caches live: a directory, a URL, a `StorageBackend`, or None for this process's memory.
+        selector: Which reusable tokens are recomputed: a name (``"heads"``, ``"hkvd"``, ``"random"``, ``"all"``,
+            ``"none"``) or a `TokenSelector`.
+        recompute_ratio: Share of the reusable tokens to recompute. None: the selector's own default. 1.0: all of
+            them, whatever the selector, and nothing is taken from the store.
+        prime: ``"sample"``, ``"none"`` or a text: what stands between head and chunk while a chunk is ingested.
+        prime_tokens: Length of a sampled priming text; best about as much text as will stand in front of a chunk.
+        namespace: Tenant. Entries of different namespaces never meet.
+        kv_dtype: Dtype of stored keys and values. None: the model's own if it has 16 bits, else float16.
+        any_head: Reuse chunks also behind another head than the one they were cached behind.
+        on_unsupported: What to do with a model that cannot be blended: ``"error"``, or ``"full"`` to serve it by
+            plain full prefill.
+
+    Raises:
+        UnsupportedModelError: The model cannot be blended correctly.
+        ValueError: An argument is out of its range.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        tokenizer: PreTrainedTokenizerBase,
+        storage: Storage = "kv/",
+        selector: str | TokenSelector = "heads",
+        recompute_ratio: float | None = None,
+        prime: str = "sample",
+        prime_tokens: int = 512,
+        namespace: str = "default",
+        kv_dtype: torch.dtype | None = None,
+        any_head: bool = False,
+        on_unsupported: str = "error",
+    ) -> None:
+        self._policy = _policy(selector, recompute_ratio)
+        if on_unsupported not in {"error", "full"}:
+            raise ValueError(f"on_unsupported must be 'error' or 'full', not {on_unsupported!r}")
+        self._model = model.eval()
+        self.tokenizer = tokenizer
+        self._lock = threading.RLock()
+        self._adapter = self._adapt(on_unsupported)
+        self.context_window = context_window_of(model.config, tokenizer)
+        kv_dtype = kv_dtype or (model.dtype if model.dtype.itemsize == 2 else torch.float16)
+        self._backend = open_storage(storage)
+        fingerprint = fingerprint_of(model, tokenizer, kv_dtype).digest
+        self._store = KVStore(self._backend, fingerprint, namespace, kv_dtype)
+        self._primer = Primer(prime, prime_tokens, tokenizer, self._store)
+        self._any_head = any_head
+        self._catalog = self._empty_catalog()
+        self.refresh()
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        path_or_hub_id: str | os.PathLike[str],
+        storage: Storage = "kv/",
+        *,
+        device: str | torch.device | None = None,
+        dtype: str | torch.dtype | None = None,
+        model_kwargs: dict[str, Any] | None = None,
+        **options: Any,
+    ) -> BlendEngine:
+        """Load a model and its tokenizer, and make an engine of them.
+
+        Args:
+            path_or_hub_id: Local directory or hub id.
+            storage: Where caches live.
+            device: None: CUDA if there is one, else the CPU.
+            dtype: None: float32 on the CPU (most CPUs compute 16-bit formats far slower), else the checkpoint's own.
+            model_kwargs: More arguments of ``AutoModelForCausalLM.from_pretrained``.
+            options: More arguments of `BlendEngine`.
+
+        Raises:
+            UnsupportedModelError: The model cannot be blended correctly.
+            OSError: There is no such model.
+        """
+        device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+        dtype = dtype or (torch.float32 if device.type == "cpu" else "auto")
+        loading = {"attn_implementation": "sdpa", "dtype": dtype, **(model_kwargs or {})}
+        shared = {k: v for k, v in loading.items() if k in {"revision", "trust_remote_code", "local_files_only"}}
+        tokenizer = AutoTokenizer.from_pretrained(path_or_hub_id, **shared)
+        model = AutoModelForCausalLM.from_pretrained(path_or_hub_id, **loading)
+        return cls(model.to(device), tokenizer, storage, **options)
+
+    @property
+    def model_name(self) -> str:
+        """Name or path the model was loaded from."""
+        return str(self._model.config.name_or_path or type(self._model).__name__)
+
+    @property
+    def can_blend(self) -> bool:
+        """False when the model is served by plain full prefill."""
+        return self._adapter is not None
+
+    @property
+    def num_chunks(self) -> int:
+        """Stored chunks that prompts can use."""
+        return len(self._catalog)
+
+    def counts(self) -> dict[str, int]:
+        """Trouble met with stored entries so far: ``missing``, ``corrupt``, ``foreign``, ``unavailable``."""
+        return dict(self._store.counts)
+
+    def ingest(
+        self,
+        texts: Sequence[str],
+        head: str | Sequence[int] | None = None,
+        doc_ids: Sequence[str] | None = None,
+        progress: bool = True,
+    ) -> IngestReport:
+        """Prefill texts and keep their caches. Running it again costs next to nothing.
+
+        Args:
+            texts: The chunks, as they will stand in prompts. Outer whitespace does not matter.
+            head: What will stand in front of the first chunk of a prompt (chat template, instructions), as text
+                without special tokens added, or as token ids. Prompts that begin otherwise do not reuse these
+                chunks, and prompts that do reuse the head itself exactly. None: any prompt may use them.
+            doc_ids: One id per text, for `forget`.
+            progress: Show a progress bar.
+
+        Raises:
+            ValueError: `doc_ids` and `texts` differ in length.
+            OSError: The storage refused; what was written before stays.
+        """
+        if doc_ids is not None and len(doc_ids) != len(texts):
+            raise ValueError(f"{len(texts)} texts, but {len(doc_ids)} doc_ids")
+        if self._adapter is None:
+            logger.warning("%s is served by full prefill: nothing is ingested", self.model_name)
+            return IngestReport(skipped=len(texts))
+        head_ids = None if head is None else prompt_ids(self.tokenizer, head, add_special_tokens=False)
+        ingester = Ingester(
+            self._adapter, self.tokenizer, self._store, self._primer, self._catalog, self._lock, self.context_window
+        )
+        return ingester.ingest(texts, head_ids, doc_ids or [""] * len(texts), progress)
+
+    def prefill(
+        self,
+        prompt: str | Sequence[int],
+        *,
+        add_special_tokens: bool | None = None,
+        selector: str | TokenSelector | None = None,
+        recompute_ratio: float | None = None,
+        reuse: bool = True,
+    ) -> Prefill:
+        """Prefill a prompt, reusing what is stored.
+
+        Args:
+            prompt: Text or token ids. Text gets the tokenizer's special tokens unless it already begins with BOS;
+                pass `add_special_tokens=False` for the output of a chat template.
+            add_special_tokens: Overrides that rule.
+            selector: Another selector than the engine's, for this prompt.
+            recompute_ratio: Another ratio, for this prompt.
+            reuse: False: plain full prefill, whatever is stored.
+
+        Raises:
+            PromptTooLongError: The prompt does not fit the context window.
+        """
+        started = time.perf_counter()
+        policy = self._policy_for(selector, recompute_ratio, reuse)
+        ids = self._checked_ids(prompt, add_special_tokens)
+
+        def run(cache: BlendCache) -> torch.Tensor:
+            input_ids = self._input(ids)
+            with torch.no_grad():
+                output = self._model(
+                    input_ids=input_ids, use_cache=True, logits_to_keep=1, **{self._cache_argument: cache}
+                )
+            logits: torch.Tensor = output.logits[0, -1].float()
+            return logits
+
+        with self._lock:
+            logits, cache, stats = self._with_cache(ids, policy, 0, None, run)
+        return Prefill(logits, cache, replace(stats, ttft_s=time.perf_counter() - started))
+
+    def generate(
+        self,
+        prompt: str | Sequence[int],
+        max_new_tokens: int = 256,
+        stop: Sequence[str] | None = None,
+        *,
+        add_special_tokens: bool | None = None,
+        cancel: threading.Event | None = None,
+        selector: str | TokenSelector | None = None,
+        recompute_ratio: float | None = None,
+        reuse: bool = True,
+        **generation_kwargs: Any,
+    ) -> Generation:
+        """Answer a prompt with ``model.generate``, prefilled by `prefill`'s rules.
+
+        Args:
+            prompt: See `prefill`.
+            max_new_tokens: Upper limit; less when the context window ends before.
+            stop: The answer ends before the first of these strings.
+            add_special_tokens: See `prefill`.
+            cancel: Set it to stop; the call then raises.
+            selector: See `prefill`.
+            recompute_ratio: See `prefill`.
+            reuse: See `prefill`.
+            generation_kwargs: Anything else that ``model.generate`` takes, e.g. ``do_sample``, ``temperature``,
+                ``generation_config``.
+
+        Raises:
+            PromptTooLongError: The prompt does not fit the context window.
+            GenerationCancelledError: `cancel` was set.
+        """
+        policy = self._policy_for(selector, recompute_ratio, reuse)
+        ids = self._checked_ids(prompt, add_special_tokens)
+        return self._generate(ids, policy, max_new_tokens, stop or (), cancel, None, generation_kwargs)
+
+    def stream(
+        self,
+        prompt: str | Sequence[int],
+        max_new_tokens: int = 256,
+        stop: Sequence[str] | None = None,
+        *,
+        add_special_tokens: bool | None = None,
+        cancel: threading.Event | None = None,
+        selector: str | TokenSelector | None = None,
+        recompute_ratio: float | None = None,
+        reuse: bool = True,
+        **generation_kwargs: Any,
+    ) -> TextStream:
+        """Like `generate`, piece by piece. Closing or dropping the stream stops the computation.
+
+        Raises:
+            PromptTooLongError: The prompt does not fit the context window.
+        """
+        policy = self._policy_for(selector, recompute_ratio, reuse)
+        ids = self._checked_ids(prompt, add_special_tokens)
+        cancel = cancel or threading.Event()
+        stop = tuple(stop or ())
+
+        def run(streamer: PieceStreamer) -> Generation:
+            return self._generate(ids, policy, max_new_tokens, stop, cancel, streamer, generation_kwargs)
+
+        return TextStream(run, self.tokenizer, stop, cancel)
+
+    def forget(self, doc_ids: Iterable[str]) -> ForgetReport:
+        """Delete what is stored for these documents, except chunks that other named documents contain as well."""
+        documents = set(doc_ids)
+        with self._lock:
+            keys = [key for document in sorted(documents) for key in self._store.forget(document)]
+            renewed = self._primer.forget(documents)
+            if renewed:
+                logger.warning("the text that chunks were primed with is forgotten; ingest the rest again")
+                keys += self._drop_foreign_primes()
+            self._catalog.remove(keys)
+        return ForgetReport(len(keys), renewed)
+
+    def refresh(self) -> None:
+        """Take over what other processes have stored since this engine was made."""
+        with self._lock:
+            self._primer.reload()
+            self._catalog = self._empty_catalog()
+            for key, header in self._store.scan():
+                if header.origin.prime == NO_TOKENS == header.origin.head or self._primer.accepts(header.origin.prime):
+                    self._catalog.add(key, header.origin, header.token_ids)
+
+    def close(self) -> None:
+        """Release the store. The model stays the caller's."""
+        with self._lock:
+            self._backend.close()
+
+    def __enter__(self) -> BlendEngine:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    @property
+    def _cache_argument(self) -> str:
+        assert self._adapter is not None
+        return self._adapter.cache_argument
+
+    def _adapt(self, on_unsupported: str) -> ModelAdapter | None:
+        try:
+            adapter = adapter_for(self._model)
+            check_model(adapter)
+        except UnsupportedModelError as error:
+            if on_unsupported == "error":
+                raise
+            logger.warning("%s", error)
+            return None
+        return adapter
+
+    def _empty_catalog(self) -> ChunkCatalog:
+        return ChunkCatalog(self._store.token_ids, self._head_ids, self._any_head)
+
+    def _head_ids(self, digest: str) -> np.ndarray:
+        if digest == NO_TOKENS:
+            return np.empty(0, dtype=np.int32)
+        data = self._backend.get_record(head_record(self._store, digest))
+        if data is None:
+            raise KeyError(digest)
+        return np.asarray(json.loads(data), dtype=np.int32)
+
+    def _drop_foreign_primes(self) -> list[str]:
+        """Delete every chunk that was primed with a text that is no longer accepted."""
+        stale = [
+            key
+            for key, header in self._store.scan()
+            if header.origin.prime != NO_TOKENS and not self._primer.accepts(header.origin.prime)
+        ]
+        for key in stale:
+            self._backend.delete(key)
+        return stale
+
+    def _policy_for(self, selector: str | TokenSelector | None, ratio: float | None, reuse: bool) -> _Policy:
+        if selector is None and ratio is None:
+            return replace(self._policy, reuse=reuse)
+        chosen = self._policy.selector if selector is None else selector
+        return replace(_policy(chosen, ratio), reuse=reuse)
+
+    def _checked_ids(self, prompt: str | Sequence[int], add_special_tokens: bool | None) -> np.ndarray:
+        ids = prompt_ids(self.tokenizer, prompt, add_special_tokens)
+        if len(ids) >= self.context_window:
+            raise PromptTooLongError(
+                f"the prompt has {len(ids)} tokens, but the context window of {self.model_name} is "
+                f"{self.context_window} tokens and must also hold the answer; retrieve fewer or shorter chunks"
+            )
+        return ids
+
+    def _input(self, ids: np.ndarray) -> torch.Tensor:
+        return torch.from_numpy(ids).long()[None].to(self._model.device)
+
+    def _generate(
+        self,
+        ids: np.ndarray,
+        policy: _Policy,
+        max_new_tokens: int,
+        stop: Sequence[str],
+        cancel: threading.Event | None,
+        streamer: PieceStreamer | None,
+        kwargs: dict[str, Any],
+    ) -> Generation:
+        started = time.perf_counter()
+        cancel = cancel or threading.Event()
+        clock = FirstTokenClock(cancel)
+        max_new_tokens = min(max_new_tokens, self.context_window - len(ids))
+        if kwargs.get("num_return_sequences", 1) != 1:
+            raise ValueError("one answer per call: num_return_sequences must be 1")
+        arguments = self._generate_arguments(max_new_tokens, stop, clock, kwargs)
+
+        def run(cache: BlendCache | None) -> list[int]:
+            if streamer is not None:
+                streamer.restart()
+                arguments["streamer"] = streamer
+            if cache is not None:
+                arguments[self._cache_argument] = cache
+            input_ids = self._input(ids)
+            output = self._model.generate(input_ids, attention_mask=torch.ones_like(input_ids), **arguments)
+            sequences = output if isinstance(output, torch.Tensor) else output.sequences
+            new_ids: list[int] = sequences[0, len(ids) :].tolist()
+            return new_ids
+
+        with self._lock:
+            new_ids, stats = self._answer(ids, policy, max_new_tokens, cancel, run)
+        if cancel.is_set():
+            raise GenerationCancelledError("cancelled")
+        text = cut_at_stop(self.tokenizer.decode(new_ids, skip_special_tokens=True), stop)
+        return Generation(text, new_ids, replace(stats, ttft_s=(clock.first_token_at or started) - started))
+
+    def _answer(
+        self,
+        ids: np.ndarray,
+        policy: _Policy,
+        room: int,
+        cancel: threading.Event,
+        run: Callable[[BlendCache | None], list[int]],
+    ) -> tuple[list[int], GenerationStats]:
+        if cancel.is_set():
+            raise GenerationCancelledError("cancelled before it began")
+        if self._adapter is None:
+            return run(None), GenerationStats(prompt_tokens=len(ids), fresh_tokens=len(ids))
+        new_ids, _, stats = self._with_cache(ids, policy, room, cancel, run)
+        return new_ids, stats
+
+    def _generate_arguments(
+        self, max_new_tokens: int, stop: Sequence[str], clock: FirstTokenClock, kwargs: dict[str, Any]
+    ) -> dict[str, Any]:
+        arguments = {"max_new_tokens": max_new_tokens, **kwargs}
+        arguments["stopping_criteria"] = StoppingCriteriaList([clock, *kwargs.get("stopping_criteria", ())])
+        if stop:
+            arguments |= {"stop_strings": list(stop), "tokenizer": self.tokenizer}
+        if self._model.generation_config.pad_token_id is None:
+            arguments.setdefault("pad_token_id", self.tokenizer.pad_token_id or self.tokenizer.eos_token_id)
+        return arguments
+
+    def _with_cache(
+        self,
+        ids: np.ndarray,
+        policy: _Policy,
+        room: int,
+        cancel: threading.Event | None,
+        run: Callable[[BlendCache], T],
+    ) -> tuple[T, BlendCache, GenerationStats]:
+        """Run a forward or a generation on a cache that blends; start again without chunks that prove unusable."""
+        lost: set[str] = set()
+        while True:
+            plan, misses = self._plan(ids, policy, lost)
+            try:
+                value, cache, stats = self._run_plan(plan, policy, room, cancel, run)
+            except LostChunkError as error:
+                lost.add(error.key)
+                self._catalog.remove([error.key])
+                continue
+            return value, cache, replace(stats, misses=misses)
+
+    def _plan(self, ids: np.ndarray, policy: _Policy, lost: set[str]) -> tuple[BlendPlan, int]:
+        if not policy.reuse:
+            return BlendPlan(len(ids), ()), 0
+        found = self._catalog.find(ids)
+        if found.elsewhere:
+            logger.info(
+                "%d stored chunks lie in this prompt, but were cached behind another head: not reused (any_head=True "
+                "would)", len(found.elsewhere),
+            )  # fmt: skip
+        prefix, chunks = found.prefix, found.chunks
+        if policy.ratio == 1.0:  # everything is computed, even what would be exact but for 16-bit storage
+            prefix, chunks = [], [*prefix, *chunks]
+        return plan_blend(len(ids), prefix, chunks), len(lost) + len(found.elsewhere)
+
+    def _run_plan(
+        self,
+        plan: BlendPlan,
+        policy: _Policy,
+        room: int,
+        cancel: threading.Event | None,
+        run: Callable[[BlendCache], T],
+    ) -> tuple[T, BlendCache, GenerationStats]:
+        adapter = self._adapter
+        assert adapter is not None
+        if not plan.segments:
+            cache = BlendCache(adapter.num_layers, room)
+            stats = GenerationStats(prompt_tokens=plan.num_tokens, fresh_tokens=plan.num_tokens)
+            return run(cache), cache, stats
+        angles = adapter.rotary.angles(plan.num_tokens, adapter.device)
+        with LayerPrefetcher(plan, self._store, adapter, angles, room) as prefetcher:
+            blend = BlendPass(adapter, plan, policy.selector, policy.ratio, prefetcher, cancel)
+            cache = BlendCache(adapter.num_layers, room, blend)
+            with adapter.layer_hooks(blend.before_layer, cache):
+                value = run(cache)
+        return value, cache, _stats_of(plan, blend, prefetcher.load_s)
+
+
+def _stats_of(plan: BlendPlan, blend: BlendPass, load_s: float) -> GenerationStats:
+    reusable = len(plan.reusable)
+    return GenerationStats(
+        prompt_tokens=plan.num_tokens,
+        prefix_tokens=plan.exact_tokens,
+        reused_tokens=reusable - blend.recomputed_tokens,
+        recomputed_tokens=blend.recomputed_tokens,
+        fresh_tokens=plan.num_tokens - plan.exact_tokens - reusable,
+        recompute_ratio=blend.recompute_ratio,
+        mode="blend" if reusable else "prefix",
+        load_s=load_s,
+        hits=len(plan.keys),
+    )
+
+
+def _policy(selector: str | TokenSelector, ratio: float | None) -> _Policy:
+    if ratio is not None and not 0.0 <= ratio <= 1.0:
+        raise ValueError(f"recompute_ratio must lie between 0 and 1, got {ratio}")
+    chosen = selector_of("all" if ratio == 1.0 else selector)
+    return _Policy(chosen, 1.0 if chosen.default_ratio == 1.0 else ratio)

@@ -1,0 +1,169 @@
+"""One chunk's cache as the bytes of one safetensors file.
+
+The file holds ``token_ids`` (int32) and one tensor per layer, ``layer.000`` …, of shape
+(2, num_kv_heads, num_tokens, head_dim): keys before RoPE, then values. So a layer is one contiguous read. The
+metadata name the origin and carry one xxh3 checksum per layer; the entry's key is a digest of origin and token ids,
+so a header that was tampered with no longer fits its own name.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+import torch
+import xxhash
+from safetensors.torch import save
+
+from rag_blend.chunk import FORMAT, ChunkKV, ChunkOrigin, LayerKV, chunk_key
+from rag_blend.errors import CorruptChunkError
+from rag_blend.storage import EntryReader
+
+MAX_HEADER_BYTES = 1 << 20
+_FIRST_READ = 1 << 14  # enough for the header of most models: one read instead of two
+_DTYPES = {"F16": torch.float16, "BF16": torch.bfloat16, "F32": torch.float32}
+_IDS = "token_ids"
+
+
+@dataclass(frozen=True, slots=True)
+class EntryHeader:
+    """What an entry says about itself, checked against its key and its size.
+
+    Attributes:
+        origin: What the cache was computed with.
+        token_ids: The chunk's ids, int32, shape (num_tokens,).
+        shape: Of every layer: (2, num_kv_heads, num_tokens, head_dim).
+        dtype: Of every layer.
+        offsets: First byte of each layer in the file.
+        checksums: xxh3_128 of each layer's bytes.
+    """
+
+    origin: ChunkOrigin
+    token_ids: np.ndarray
+    shape: tuple[int, int, int, int]
+    dtype: torch.dtype
+    offsets: tuple[int, ...]
+    checksums: tuple[str, ...]
+
+    @property
+    def layer_bytes(self) -> int:
+        """Bytes of one layer."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+def encode_entry(chunk: ChunkKV, dtype: torch.dtype) -> bytes:
+    """Serialise a chunk.
+
+    Args:
+        chunk: The cache; keys and values of shape (num_kv_heads, num_tokens, head_dim).
+        dtype: Stored dtype. float16 gives way to bfloat16 where a value would overflow.
+
+    Raises:
+        ValueError: A key or value is NaN or infinite.
+    """
+    layers = [torch.stack([kv.keys, kv.values]).cpu() for kv in chunk.layers]
+    stored = [layer.to(dtype) for layer in layers]
+    if not all(_is_finite(layer) for layer in stored):
+        if not all(_is_finite(layer) for layer in layers):
+            raise ValueError("keys or values are not finite")
+        stored = [layer.to(torch.bfloat16) for layer in layers]
+    stored = [layer.contiguous() for layer in stored]
+    metadata = {
+        "format": FORMAT,
+        "origin": json.dumps(asdict(chunk.origin)),
+        "checksums": json.dumps([xxhash.xxh3_128_hexdigest(layer.view(torch.uint8).numpy()) for layer in stored]),
+    }
+    tensors = {f"layer.{i:03d}": layer for i, layer in enumerate(stored)}
+    tensors[_IDS] = torch.from_numpy(np.array(chunk.token_ids, dtype=np.int32))
+    return save(tensors, metadata)
+
+
+def read_header(reader: EntryReader, key: str) -> EntryHeader:
+    """Read and check an entry's header and token ids.
+
+    Raises:
+        CorruptChunkError: It is not a whole entry of this format, or it does not belong under `key`.
+    """
+    try:
+        return _parse_header(reader, key)
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise CorruptChunkError(f"entry {key[:12]}: {error}") from error
+
+
+def read_layer(reader: EntryReader, header: EntryHeader, layer_idx: int) -> LayerKV:
+    """Read one layer; the tensors are in the stored dtype and must not be written to.
+
+    Raises:
+        CorruptChunkError: The bytes do not match their checksum.
+    """
+    data = reader.read(header.offsets[layer_idx], header.layer_bytes)
+    if xxhash.xxh3_128_hexdigest(data) != header.checksums[layer_idx]:
+        raise CorruptChunkError(f"layer {layer_idx} does not match its checksum")
+    keys, values = torch.from_numpy(data).view(header.dtype).view(header.shape)
+    return LayerKV(keys, values)
+
+
+def _is_finite(tensor: torch.Tensor) -> bool:
+    return bool(torch.isfinite(tensor).all())
+
+
+def _parse_header(reader: EntryReader, key: str) -> EntryHeader:
+    first = reader.read(0, min(_FIRST_READ, reader.size)).tobytes()
+    length = int.from_bytes(first[:8], "little")
+    if len(first) < 8 or length > min(MAX_HEADER_BYTES, reader.size - 8):
+        raise ValueError(f"header of {length} bytes in an entry of {reader.size}")
+    if 8 + length > len(first):
+        first = reader.read(0, 8 + length).tobytes()
+    fields: dict[str, Any] = json.loads(first[8 : 8 + length])
+    metadata = fields.pop("__metadata__")
+    if metadata["format"] != FORMAT:
+        raise ValueError(f"format {metadata['format']!r}, expected {FORMAT!r}")
+    ids = _read_ids(reader, fields.pop(_IDS), 8 + length)
+    origin = ChunkOrigin(**json.loads(metadata["origin"]))
+    if chunk_key(origin, ids) != key:
+        raise ValueError("its contents belong under another key")
+    checksums = tuple(json.loads(metadata["checksums"]))
+    layers = [fields[f"layer.{i:03d}"] for i in range(len(checksums))]
+    if not layers or len(layers) != len(fields):
+        raise ValueError("layers and checksums differ in number")
+    shape = _common_shape(layers, len(ids))
+    header = EntryHeader(
+        origin=origin,
+        token_ids=ids,
+        shape=shape,
+        dtype=_DTYPES[layers[0]["dtype"]],
+        offsets=tuple(8 + length + _span(layer)[0] for layer in layers),
+        checksums=checksums,
+    )
+    for layer in layers:
+        start, end = _span(layer)
+        if end - start != header.layer_bytes or 8 + length + end > reader.size:
+            raise ValueError("a layer lies outside the entry")
+    return header
+
+
+def _read_ids(reader: EntryReader, field: dict[str, Any], data_start: int) -> np.ndarray:
+    start, end = _span(field)
+    if field["dtype"] != "I32" or field["shape"] != [(end - start) // 4] or data_start + end > reader.size:
+        raise ValueError("token ids are malformed")
+    return reader.read(data_start + start, end - start).view("<i4")
+
+
+def _span(field: dict[str, Any]) -> tuple[int, int]:
+    start, end = field["data_offsets"]
+    if not (isinstance(start, int) and isinstance(end, int) and 0 <= start <= end):
+        raise ValueError(f"bad offsets {field['data_offsets']!r}")
+    return start, end
+
+
+def _common_shape(layers: list[dict[str, Any]], num_tokens: int) -> tuple[int, int, int, int]:
+    shape, dtype = layers[0]["shape"], layers[0]["dtype"]
+    if any(layer["shape"] != shape or layer["dtype"] != dtype for layer in layers):
+        raise ValueError("layers differ in shape or dtype")
+    two, heads, tokens, head_dim = (int(size) for size in shape)
+    if two != 2 or tokens != num_tokens or min(heads, tokens, head_dim) < 1:
+        raise ValueError(f"layers of shape {shape} for {num_tokens} tokens")
+    return two, heads, tokens, head_dim

@@ -1,0 +1,45 @@
+"""Every exception that a caller may want to catch.
+
+    RagBlendError
+    ├── UnsupportedModelError     the model cannot be blended; the text says what to do
+    ├── PromptTooLongError        prompt + answer do not fit the context window
+    ├── GenerationCancelledError  the caller cancelled before the answer was complete
+    └── StoreError                something about the chunk store
+        ├── ChunkNotFoundError    no such entry (a plain miss)
+        ├── CorruptChunkError     the entry is damaged; it has been set aside
+        └── FingerprintMismatchError  the entry belongs to another model, tokenizer, dtype, head or tenant
+
+The three leaves of `StoreError` never reach a user of `BlendEngine`: they cost a recompute and are counted.
+"""
+
+
+class RagBlendError(Exception):
+    """Base class of all errors raised on purpose by this package."""
+
+
+class UnsupportedModelError(RagBlendError):
+    """The model cannot be blended correctly; the text names the reason and the way out."""
+
+
+class PromptTooLongError(RagBlendError, ValueError):
+    """The prompt and the requested answer do not fit the model's context window."""
+
+
+class GenerationCancelledError(RagBlendError):
+    """The caller cancelled the request before its answer was complete."""
+
+
+class StoreError(RagBlendError):
+    """Base class for problems with stored entries."""
+
+
+class ChunkNotFoundError(StoreError, KeyError):
+    """No entry with this key."""
+
+
+class CorruptChunkError(StoreError):
+    """An entry's bytes are not what was written."""
+
+
+class FingerprintMismatchError(StoreError):
+    """An entry was made by another model, tokenizer, dtype or tenant."""

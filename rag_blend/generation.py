@@ -1,0 +1,209 @@
+"""Around `model.generate`: stop strings, cancellation, time to first token, and text that streams."""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers import PreTrainedTokenizerBase, StoppingCriteria
+from transformers.generation.streamers import TextStreamer
+
+from rag_blend.errors import GenerationCancelledError
+
+
+@dataclass(frozen=True, slots=True)
+class GenerationStats:
+    """What really happened to one prompt. All token counts are of prompt tokens and add up to `prompt_tokens`.
+
+    Attributes:
+        prompt_tokens: Length of the prompt.
+        prefix_tokens: Reused without approximation.
+        reused_tokens: Reused from chunks cached in another context.
+        recomputed_tokens: Covered by such a chunk, but computed through all layers.
+        fresh_tokens: Covered by no chunk.
+        recompute_ratio: Fresh q/k/v rows of reused and recomputed tokens, as a share of layers x those tokens; a
+            selector's passes over tokens that it then drops are included.
+        mode: ``"blend"``; ``"prefix"`` when only exact rows were reused; ``"full"`` when nothing was.
+        ttft_s: Seconds from the call to the first new token (or to the logits, for `prefill`).
+        load_s: Seconds the reader spent on the stored rows, mostly hidden behind the computation.
+        hits: Stored chunks that were used.
+        misses: Stored chunks that lie in the prompt but could not be used: lost, damaged, or behind another head.
+    """
+
+    prompt_tokens: int = 0
+    prefix_tokens: int = 0
+    reused_tokens: int = 0
+    recomputed_tokens: int = 0
+    fresh_tokens: int = 0
+    recompute_ratio: float = 0.0
+    mode: str = "full"
+    ttft_s: float = 0.0
+    load_s: float = 0.0
+    hits: int = 0
+    misses: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Generation:
+    """An answer.
+
+    Attributes:
+        text: New text, cut before a stop string.
+        token_ids: New token ids, as generated.
+        stats: What was reused and computed for the prompt.
+    """
+
+    text: str
+    token_ids: list[int]
+    stats: GenerationStats
+
+
+class FirstTokenClock(StoppingCriteria):
+    """Notes when the first token appears, and stops when `cancel` is set."""
+
+    def __init__(self, cancel: threading.Event) -> None:
+        self._cancel = cancel
+        self.first_token_at: float | None = None
+
+    def __call__(self, input_ids: torch.LongTensor, scores: Any, **kwargs: Any) -> torch.Tensor:
+        """One answer per sequence: whether to stop."""
+        if self.first_token_at is None:
+            self.first_token_at = time.perf_counter()
+        return torch.full((input_ids.shape[0],), self._cancel.is_set(), device=input_ids.device)
+
+
+def cut_at_stop(text: str, stop: Sequence[str]) -> str:
+    """`text` up to the first stop string."""
+    ends = [at for word in stop if (at := text.find(word)) >= 0]
+    return text[: min(ends)] if ends else text
+
+
+def held_back(text: str, stop: Sequence[str]) -> int:
+    """How many characters at the end of `text` may yet turn out to begin a stop string."""
+    for length in range(min(len(text), max((len(word) for word in stop), default=1) - 1), 0, -1):
+        if any(word.startswith(text[-length:]) for word in stop):
+            return length
+    return 0
+
+
+class PieceStreamer(TextStreamer):
+    """Hands decoded text to a function; transformers decides where words end."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, emit: Callable[[str], None]) -> None:
+        super().__init__(tokenizer, skip_prompt=True, skip_special_tokens=True)
+        self._emit = emit
+
+    def restart(self) -> None:
+        """Forget the prompt of an attempt that ended before its first token."""
+        self.next_tokens_are_prompt = True
+
+    def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
+        """Called by transformers with each finished piece."""
+        if text:
+            self._emit(text)
+
+
+class TextStream(Iterator[str]):
+    """Text as it is generated. Closing it, or dropping it, stops the computation.
+
+    Args:
+        run: Generates with the given streamer, blocking; runs in a thread of its own.
+        tokenizer: Decodes the tokens.
+        stop: The text ends before the first of these.
+        cancel: Set by `close`; `run` watches it.
+
+    """
+
+    def __init__(
+        self,
+        run: Callable[[PieceStreamer], Generation],
+        tokenizer: PreTrainedTokenizerBase,
+        stop: Sequence[str],
+        cancel: threading.Event,
+    ) -> None:
+        self._cancel = cancel
+        # Neither thread nor generators may hold this object: dropping the stream must stop the computation.
+        self._outcome: list[Generation] = []
+        pieces: queue.Queue[str | BaseException | Generation] = queue.Queue()
+        self._pieces = _until_stop(_drain(pieces, self._outcome), stop)
+        self._thread = threading.Thread(
+            target=_work, args=(run, PieceStreamer(tokenizer, pieces.put), pieces), name="rag-blend-stream", daemon=True
+        )
+        self._thread.start()
+
+    @property
+    def result(self) -> Generation | None:
+        """The whole answer, once the stream has ended; None before, and after an early `close`."""
+        return self._outcome[0] if self._outcome else None
+
+    @property
+    def stats(self) -> GenerationStats | None:
+        """Stats of the finished answer."""
+        return self.result.stats if self.result else None
+
+    @property
+    def token_ids(self) -> list[int]:
+        """Token ids of the finished answer."""
+        return self.result.token_ids if self.result else []
+
+    def __next__(self) -> str:
+        return next(self._pieces)
+
+    def close(self) -> None:
+        """Stop the computation and wait until it has stopped. Harmless when it has ended."""
+        self._cancel.set()
+        if threading.current_thread() is not self._thread:
+            self._thread.join()
+
+    def __del__(self) -> None:
+        self._cancel.set()
+
+
+def _work(
+    run: Callable[[PieceStreamer], Generation],
+    streamer: PieceStreamer,
+    pieces: queue.Queue[str | BaseException | Generation],
+) -> None:
+    try:
+        pieces.put(run(streamer))
+    except BaseException as error:  # whatever it was, the consumer must hear of it instead of waiting for ever
+        pieces.put(error)
+
+
+def _drain(pieces: queue.Queue[str | BaseException | Generation], outcome: list[Generation]) -> Iterator[str]:
+    while True:
+        piece = pieces.get()
+        if isinstance(piece, str):
+            yield piece
+        elif isinstance(piece, GenerationCancelledError):
+            return
+        elif isinstance(piece, BaseException):
+            raise piece
+        else:
+            outcome.append(piece)
+            return
+
+
+def _until_stop(pieces: Iterator[str], stop: Sequence[str]) -> Iterator[str]:
+    waiting = ""
+    for piece in pieces:
+        waiting += piece
+        text = cut_at_stop(waiting, stop)
+        if len(text) < len(waiting):
+            if text:
+                yield text
+            waiting = ""
+            for _ in pieces:  # whatever follows is behind the stop string; the end still brings the result
+                pass
+            return
+        ready = len(waiting) - held_back(waiting, stop)
+        if ready:
+            yield waiting[:ready]
+        waiting = waiting[ready:]
+    if waiting:
+        yield waiting

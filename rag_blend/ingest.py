@@ -1,0 +1,264 @@
+"""Prefill chunks once, behind the head and the priming text they are given, and hand over their caches."""
+
+from __future__ import annotations
+
+import json
+import logging
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from tqdm.auto import tqdm
+from transformers import PreTrainedTokenizerBase
+from transformers.cache_utils import DynamicCache
+
+from rag_blend.catalog import ChunkCatalog
+from rag_blend.chunk import GENERIC_HEAD, NO_TOKENS, ChunkKV, ChunkOrigin, LayerKV, digest_ids
+from rag_blend.models import ModelAdapter
+from rag_blend.primer import Primer
+from rag_blend.prompt import bos_ids, chunk_ids
+from rag_blend.rope import Angles
+from rag_blend.store import KVStore
+
+logger = logging.getLogger(__name__)
+
+MIN_CHUNK_TOKENS = 16  # shorter chunks cannot be found in a prompt
+_BATCH_TOKENS = 2048  # a batch is compute-bound well before this; more would only cost memory
+_NOTHING = np.empty(0, dtype=np.int32)
+
+
+@dataclass(frozen=True, slots=True)
+class IngestReport:
+    """What one call of `BlendEngine.ingest` did.
+
+    Attributes:
+        chunks: Chunks whose caches were computed and stored.
+        tokens: Their tokens.
+        bytes: What they take in the store.
+        skipped: Texts that needed no work: stored already, given twice, or too short to be found again.
+        seconds: Wall time.
+    """
+
+    chunks: int = 0
+    tokens: int = 0
+    bytes: int = 0
+    skipped: int = 0
+    seconds: float = 0.0
+
+
+class ChunkPrefiller:
+    """Prefills chunks directly behind one and the same context.
+
+    Args:
+        adapter: The model.
+        context: Token ids in front of every chunk (head and priming text). Their own cache is computed once.
+    """
+
+    def __init__(self, adapter: ModelAdapter, context: np.ndarray) -> None:
+        self._adapter = adapter
+        self._context = context
+        self._prefix: DynamicCache | None = None
+
+    @torch.no_grad()
+    def prefill(self, chunks: Sequence[np.ndarray]) -> list[list[LayerKV]]:
+        """Prefill a batch.
+
+        Args:
+            chunks: Token ids of each chunk, best of similar length.
+
+        Returns:
+            For each chunk its layers: keys before RoPE and values, (num_kv_heads, num_tokens, head_dim) each.
+        """
+        if self._prefix is None and len(self._context):
+            self._prefix = self._run(self._context[None])
+        ids = np.zeros((len(chunks), max(map(len, chunks))), dtype=np.int32)
+        for row, chunk in enumerate(chunks):
+            ids[row, : len(chunk)] = chunk  # padding behind a chunk is invisible to it
+        cache = self._run(ids)
+        start = len(self._context)
+        angles = self._adapter.rotary.angles(start + ids.shape[1], self._adapter.device)
+        return [self._rows(cache, row, angles, start, start + len(chunk)) for row, chunk in enumerate(chunks)]
+
+    def _run(self, ids: np.ndarray) -> DynamicCache:
+        adapter = self._adapter
+        cache = DynamicCache()
+        for layer_idx, layer in enumerate(self._prefix.layers if self._prefix else ()):
+            shared = (side.expand(len(ids), -1, -1, -1) for side in (layer.keys, layer.values))
+            cache.update(*shared, layer_idx)
+        input_ids = torch.from_numpy(ids).long().to(adapter.device)
+        adapter.model.base_model(input_ids=input_ids, use_cache=True, **{adapter.cache_argument: cache})
+        return cache
+
+    def _rows(self, cache: DynamicCache, row: int, angles: Angles, start: int, end: int) -> list[LayerKV]:
+        layers = []
+        for layer in cache.layers:
+            keys = self._adapter.rotary.unrotate(layer.keys[row : row + 1, :, start:end], angles.at(start, end))
+            layers.append(LayerKV(keys[0], layer.values[row, :, start:end].float()))
+        return layers
+
+
+class Ingester:
+    """Brings texts into the store, once each.
+
+    Args:
+        adapter: The model.
+        tokenizer: Its tokenizer.
+        store: Where the caches go.
+        primer: Chooses priming texts.
+        catalog: Learns of new chunks.
+        lock: Held while the model or the catalog is used, so that queries can come between two batches.
+        context_window: Longest sequence the model takes, in tokens.
+    """
+
+    def __init__(
+        self,
+        adapter: ModelAdapter,
+        tokenizer: PreTrainedTokenizerBase,
+        store: KVStore,
+        primer: Primer,
+        catalog: ChunkCatalog,
+        lock: threading.RLock,
+        context_window: int,
+    ) -> None:
+        self._adapter = adapter
+        self._tokenizer = tokenizer
+        self._store = store
+        self._primer = primer
+        self._catalog = catalog
+        self._lock = lock
+        self._context_window = context_window
+
+    def ingest(
+        self, texts: Sequence[str], head: np.ndarray | None, documents: Sequence[str], progress: bool
+    ) -> IngestReport:
+        """See `BlendEngine.ingest`; `documents` has one id per text, "" where it has none."""
+        started = time.perf_counter()
+        chunks = chunk_ids(self._tokenizer, texts)
+        with self._lock:
+            self._primer.learn(chunks, documents)
+            jobs = self._plan(chunks, head)
+        self._link(jobs, documents)
+        heads = [] if head is None else [self._head_job(head)]
+        todo = {job.key: job for job in [*heads, *jobs] if job is not None}
+        missing = [job for job in todo.values() if not self._know(job)]
+        num_bytes = self._compute(missing, progress)
+        computed = [job for job in missing if job.key in num_bytes]
+        return IngestReport(
+            chunks=len(computed),
+            tokens=sum(len(job.token_ids) for job in computed),
+            bytes=sum(num_bytes.values()),
+            skipped=len(texts) - sum(job not in heads for job in computed),
+            seconds=time.perf_counter() - started,
+        )
+
+    def _plan(self, chunks: Sequence[np.ndarray], head: np.ndarray | None) -> list[_Job | None]:
+        """What to compute for each text; None for those that are not worth it or do not fit."""
+        before = bos_ids(self._tokenizer) if head is None else head
+        head_digest = GENERIC_HEAD if head is None else digest_ids(head)
+        jobs: list[_Job | None] = []
+        for chunk in chunks:
+            prime = self._primer.text_for(chunk)
+            context = np.concatenate([before, prime])
+            if not self._fits(context, chunk):
+                jobs.append(None)
+                continue
+            origin = self._store.origin(head_digest, digest_ids(prime))
+            jobs.append(_Job(self._store.key_of(origin, chunk), origin, context, chunk))
+        return jobs
+
+    def _fits(self, context: np.ndarray, chunk: np.ndarray) -> bool:
+        if len(chunk) < MIN_CHUNK_TOKENS:
+            return False
+        total = len(context) + len(chunk)
+        if total > self._context_window:
+            logger.warning(
+                "a chunk of %d tokens behind %d tokens of head and priming text does not fit the context window of "
+                "%d; it is not cached. Use smaller chunks or a smaller prime_tokens.",
+                len(chunk), len(context), self._context_window,
+            )  # fmt: skip
+            return False
+        return True
+
+    def _head_job(self, head: np.ndarray) -> _Job:
+        """The head's own cache: behind nothing, so exact for every prompt that begins with it."""
+        record = head_record(self._store, digest_ids(head))
+        self._store.backend.put_record(record, json.dumps(head.tolist()).encode())
+        origin = self._store.origin(NO_TOKENS, NO_TOKENS)
+        return _Job(self._store.key_of(origin, head), origin, _NOTHING, head)
+
+    def _link(self, jobs: Sequence[_Job | None], documents: Sequence[str]) -> None:
+        # Before anything is written: a document that can be found must also be forgettable.
+        keys: defaultdict[str, list[str]] = defaultdict(list)
+        for job, document in zip(jobs, documents, strict=True):
+            if job is not None and document:
+                keys[document].append(job.key)
+        for document, needed in keys.items():
+            self._store.link(document, needed)
+
+    def _know(self, job: _Job) -> bool:
+        """Whether the chunk is stored already; if so, the catalog learns of it."""
+        if not self._store.has(job.key):
+            return False
+        with self._lock:
+            self._catalog.add(job.key, job.origin, job.token_ids)
+        return True
+
+    def _compute(self, jobs: Sequence[_Job], progress: bool) -> dict[str, int]:
+        """Prefill and store; returns the bytes that each stored key takes."""
+        by_context: defaultdict[bytes, list[_Job]] = defaultdict(list)
+        for job in jobs:
+            by_context[job.context.tobytes()].append(job)
+        num_bytes: dict[str, int] = {}
+        total = sum(len(job.token_ids) for job in jobs)
+        with tqdm(total=total, desc="KV caches", unit="tok", disable=not progress or not jobs) as bar:
+            for group in by_context.values():
+                prefiller = ChunkPrefiller(self._adapter, group[0].context)
+                for batch in _batches(group):
+                    with self._lock:
+                        caches = prefiller.prefill([job.token_ids for job in batch])
+                    num_bytes.update(self._store_batch(batch, caches))
+                    bar.update(sum(len(job.token_ids) for job in batch))
+                    bar.set_postfix_str(f"{sum(num_bytes.values()) / 1e6:.0f} MB")
+        return num_bytes
+
+    def _store_batch(self, batch: Sequence[_Job], caches: Sequence[Sequence[LayerKV]]) -> dict[str, int]:
+        num_bytes = {}
+        for job, layers in zip(batch, caches, strict=True):
+            try:
+                written = self._store.put(ChunkKV(job.origin, job.token_ids, layers))
+            except ValueError as error:
+                logger.warning("a chunk is not cached: %s", error)
+                continue
+            num_bytes[written.key] = written.num_bytes
+            with self._lock:
+                self._catalog.add(job.key, job.origin, job.token_ids)
+        return num_bytes
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Job:
+    key: str
+    origin: ChunkOrigin
+    context: np.ndarray
+    token_ids: np.ndarray
+
+
+def head_record(store: KVStore, head_digest: str) -> str:
+    """Name of the record that holds a head's token ids."""
+    return store.record_name("head", head_digest)
+
+
+def _batches(jobs: Sequence[_Job]) -> Iterator[list[_Job]]:
+    """Jobs of similar length together, longest first."""
+    batch: list[_Job] = []
+    for job in sorted(jobs, key=lambda job: -len(job.token_ids)):
+        if batch and (len(batch) + 1) * len(batch[0].token_ids) > _BATCH_TOKENS:
+            yield batch
+            batch = []
+        batch.append(job)
+    if batch:
+        yield batch

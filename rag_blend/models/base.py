@@ -1,0 +1,176 @@
+"""Everything this package knows about the inside of a Hugging Face decoder.
+
+The model's own forward is driven, never rewritten: decoder layers are called by the model itself, and a forward
+pre-hook on each of them may swap the hidden states and their positions for a subset of rows. So a family needs code
+here only where it differs from: a list of `layers`, one `rotary_emb`, and a module-level `apply_rotary_pos_emb`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+from transformers.cache_utils import Cache, DynamicLayer
+
+from rag_blend.chunk import LayerKV
+from rag_blend.errors import UnsupportedModelError
+from rag_blend.rope import Rotary
+
+LayerHook = Callable[[int, torch.Tensor, dict[str, Any]], torch.Tensor]
+_WAY_OUT = "Use on_unsupported='full' to serve it by plain full prefill, without any reuse."
+
+
+class ModelAdapter:
+    """One loaded decoder.
+
+    Args:
+        model: A causal language model of transformers, in eval mode.
+
+    Raises:
+        UnsupportedModelError: It is not a decoder with full attention and RoPE in every layer.
+    """
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self.model = model
+        self.config = model.config
+        self._refuse_what_cannot_work()
+        decoder: Any = model.get_decoder()
+        self.layers: torch.nn.ModuleList = decoder.layers
+        self.rotary = self._find_rotary(decoder)
+        self.cache_argument = cache_argument_of(model)
+        heads = self.config.num_attention_heads
+        self.num_kv_heads: int = getattr(self.config, "num_key_value_heads", None) or heads
+        self.head_dim: int = getattr(self.config, "head_dim", None) or self.config.hidden_size // heads
+
+    @property
+    def num_layers(self) -> int:
+        """Number of decoder layers."""
+        return len(self.layers)
+
+    @property
+    def device(self) -> torch.device:
+        """Where the model's inputs go."""
+        return self.model.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """In which the model computes."""
+        return self.model.dtype
+
+    @property
+    def attention_is_additive(self) -> bool:
+        """Whether masks are added to the scores (eager) instead of being boolean (sdpa)."""
+        return bool(self.config._attn_implementation == "eager")
+
+    @contextlib.contextmanager
+    def layer_hooks(self, hook: LayerHook, cache: Cache) -> Iterator[None]:
+        """Call `hook(layer_idx, hidden_states, kwargs)` before each layer of forwards that use `cache`.
+
+        The hook returns the hidden states the layer shall see and may replace entries of `kwargs`.
+        """
+        handles = [self._hook_layer(layer, i, hook, cache) for i, layer in enumerate(self.layers)]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def fresh_kv(self, layer_idx: int, hidden_states: torch.Tensor, kwargs: dict[str, Any]) -> LayerKV:
+        """Keys (after RoPE) and values that a layer would compute, without running its attention.
+
+        Args:
+            layer_idx: The layer.
+            hidden_states: Its input, shape (batch, num_tokens, hidden_size).
+            kwargs: Its other arguments, as a layer hook sees them.
+
+        Returns:
+            The first batch row, (num_kv_heads, num_tokens, head_dim) each.
+        """
+        interceptor = _Interceptor()
+        try:
+            # forward, not __call__: the layer's own pre-hook must not run again.
+            self.layers[layer_idx].forward(hidden_states, **{**kwargs, self.cache_argument: interceptor})
+        except _InterceptedError as intercepted:
+            return intercepted.kv
+        raise UnsupportedModelError(f"layer {layer_idx} of {self.describe()} does not use its cache. {_WAY_OUT}")
+
+    def describe(self) -> str:
+        """The model's class and type, for messages."""
+        return f"{type(self.model).__name__} (model_type {self.config.model_type!r})"
+
+    def _hook_layer(
+        self, layer: torch.nn.Module, layer_idx: int, hook: LayerHook, cache: Cache
+    ) -> torch.utils.hooks.RemovableHandle:
+        def before(_: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            if kwargs.get(self.cache_argument) is not cache:
+                return None  # somebody else is using the model
+            hidden_states = args[0] if args else kwargs.pop("hidden_states")
+            kwargs = dict(kwargs)
+            return (hook(layer_idx, hidden_states, kwargs), *args[1:]), kwargs
+
+        return layer.register_forward_pre_hook(before, with_kwargs=True)
+
+    def _find_rotary(self, decoder: Any) -> Rotary:
+        module = getattr(decoder, "rotary_emb", None)
+        attention = getattr(decoder.layers[0], "self_attn", None)
+        apply = getattr(sys.modules[type(attention).__module__], "apply_rotary_pos_emb", None)
+        if module is None or apply is None:
+            raise UnsupportedModelError(f"{self.describe()} has no rotary position embedding (RoPE). {_WAY_OUT}")
+        return Rotary(module, apply)
+
+    def _refuse_what_cannot_work(self) -> None:
+        reason = _why_not(self.model)
+        if reason:
+            raise UnsupportedModelError(f"{self.describe()} cannot be blended: {reason} {_WAY_OUT}")
+
+
+def cache_argument_of(model: PreTrainedModel) -> str:
+    """Name of the forward argument that takes the cache: transformers renamed it in 5.24."""
+    parameters = inspect.signature(inspect.unwrap(model.forward)).parameters
+    return "cache" if "cache" in parameters else "past_key_values"
+
+
+def _why_not(model: PreTrainedModel) -> str | None:
+    config = model.config
+    if config.is_encoder_decoder:
+        return "it is an encoder-decoder."
+    if getattr(config, "vision_config", None) or getattr(config, "audio_config", None):
+        return "it takes other inputs than text."
+    kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
+    if kinds != {"full_attention"}:
+        return f"it has layers of type {', '.join(sorted(kinds - {'full_attention'}))}, not full attention only."
+    # Qwen2 and kin set layer_types and keep a sliding_window that no layer uses.
+    if getattr(config, "sliding_window", None) is not None and not getattr(config, "layer_types", None):
+        return f"its attention slides over {config.sliding_window} tokens."
+    if config._attn_implementation not in {"sdpa", "eager"}:
+        return (
+            f"attention {config._attn_implementation!r} cannot express the mask of scattered tokens; "
+            "load the model with attn_implementation='sdpa'."
+        )
+    if not isinstance(getattr(model.get_decoder(), "layers", None), torch.nn.ModuleList):
+        return "its decoder has no list of layers."
+    return None
+
+
+class _InterceptedError(Exception):
+    def __init__(self, kv: LayerKV) -> None:
+        self.kv = kv
+
+
+class _InterceptingLayer(DynamicLayer):
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        raise _InterceptedError(LayerKV(key_states[0], value_states[0]))
+
+
+class _Interceptor(Cache):
+    """Stops a layer as soon as it hands over its keys and values."""
+
+    def __init__(self) -> None:
+        super().__init__(layer_class_to_replicate=_InterceptingLayer)

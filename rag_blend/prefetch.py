@@ -1,0 +1,146 @@
+"""Layer i+1 is read, checked, converted and put at its positions while the model computes layer i."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from types import TracebackType
+
+import torch
+
+from rag_blend.chunk import LayerKV
+from rag_blend.errors import CorruptChunkError, StoreError
+from rag_blend.models import ModelAdapter
+from rag_blend.plan import BlendPlan, Segment
+from rag_blend.rope import Angles
+from rag_blend.store import KVStore, StoredChunk
+
+
+class LostChunkError(Exception):
+    """A chunk turned out to be unusable while the prompt was being blended.
+
+    Attributes:
+        key: The chunk's key; it must not be used again for this prompt.
+    """
+
+    def __init__(self, key: str) -> None:
+        super().__init__(key)
+        self.key = key
+
+
+class LayerPrefetcher:
+    """Reads the reused rows of a plan, layer by layer, in a thread of its own.
+
+    A context manager: leaving it stops the thread and closes the entries.
+
+    Args:
+        plan: What to read.
+        store: Where from.
+        adapter: The model they are for.
+        angles: Of all positions of the prompt.
+        room: Tokens to leave space for behind the prompt.
+        depth: How many layers may be ready before they are used; bounds memory, not speed.
+
+    Raises:
+        LostChunkError: A chunk of the plan cannot be opened.
+    """
+
+    def __init__(
+        self, plan: BlendPlan, store: KVStore, adapter: ModelAdapter, angles: Angles, room: int, depth: int = 4
+    ) -> None:
+        self._plan = plan
+        self._store = store
+        self._adapter = adapter
+        self._angles = angles
+        self._capacity = plan.num_tokens + room
+        self._slots = threading.Semaphore(depth)
+        self._stopped = threading.Event()
+        self.load_s = 0.0  # time spent reading and preparing, in whatever thread
+        self._chunks = _open_all(plan, store)
+        self._reader = ThreadPoolExecutor(1, thread_name_prefix="rag-blend-reader")
+        self._layers = [self._reader.submit(self._load, i) for i in range(adapter.num_layers)]
+
+    def layer(self, layer_idx: int) -> LayerKV:
+        """Wait for a layer; each may be taken once.
+
+        Returns:
+            Keys (after RoPE) and values, (1, num_kv_heads, num_tokens + room, head_dim) each, in the model's dtype
+            and the caller's to write to. Rows that no segment covers are uninitialised.
+
+        Raises:
+            LostChunkError: A chunk is damaged or gone.
+        """
+        future: Future[LayerKV] = self._layers[layer_idx]
+        kv = future.result()
+        self._slots.release()
+        return kv
+
+    def _load(self, layer_idx: int) -> LayerKV:
+        while not self._slots.acquire(timeout=0.5):
+            if self._stopped.is_set():
+                break
+        if self._stopped.is_set():
+            raise RuntimeError("the prefetcher was closed")
+        start = time.perf_counter()
+        with torch.no_grad():
+            kv = self._assemble(layer_idx)
+        self.load_s += time.perf_counter() - start
+        return kv
+
+    def _assemble(self, layer_idx: int) -> LayerKV:
+        adapter = self._adapter
+        shape = (1, adapter.num_kv_heads, self._capacity, adapter.head_dim)
+        whole = LayerKV(*(torch.empty(shape, dtype=adapter.dtype, device=adapter.device) for _ in range(2)))
+        read = {key: self._read(chunk, layer_idx) for key, chunk in self._chunks.items()}
+        for segment in self._plan.segments:
+            self._put(segment, read[segment.key], whole)
+        return whole
+
+    def _read(self, chunk: StoredChunk, layer_idx: int) -> LayerKV:
+        try:
+            kv = chunk.layer(layer_idx)
+        except CorruptChunkError as error:
+            self._store.discard_damaged(chunk.key, error)
+            raise LostChunkError(chunk.key) from error
+        except OSError as error:
+            raise LostChunkError(chunk.key) from error
+        return LayerKV(kv.keys.to(self._adapter.device), kv.values.to(self._adapter.device))
+
+    def _put(self, segment: Segment, stored: LayerKV, whole: LayerKV) -> None:
+        rows = slice(segment.offset, segment.offset + len(segment))
+        angles = self._angles.at(segment.start, segment.end)
+        whole.keys[:, :, segment.start : segment.end] = self._adapter.rotary.rotate(stored.keys[None, :, rows], angles)
+        whole.values[0, :, segment.start : segment.end] = stored.values[:, rows]
+
+    def close(self) -> None:
+        """Stop reading and release the entries."""
+        self._stopped.set()
+        for future in self._layers:
+            future.cancel()
+        self._reader.shutdown(wait=True)
+        for chunk in self._chunks.values():
+            chunk.close()
+
+    def __enter__(self) -> LayerPrefetcher:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def _open_all(plan: BlendPlan, store: KVStore) -> Mapping[str, StoredChunk]:
+    with contextlib.ExitStack() as opened:
+        chunks: dict[str, StoredChunk] = {}
+        for key in sorted(plan.keys):
+            try:
+                chunks[key] = store.open(key)
+            except StoreError as error:
+                raise LostChunkError(key) from error
+            opened.callback(chunks[key].close)
+        opened.pop_all()
+        return chunks

@@ -1,0 +1,151 @@
+"""Priming: the text that stands between head and chunk while the chunk is prefilled, and is then dropped.
+
+A chunk cached directly behind the head believes it opens the context; in a prompt it mostly does not. Prefilled
+behind some hundred tokens of other text, it looks as it will look in the middle of a prompt, at no cost per query.
+(Neighbour priming: FusionRAG, arXiv 2601.12904; dropped dummy tokens: EPIC's LegoLink-0, arXiv 2410.15332.)
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib import resources
+
+import numpy as np
+from transformers import PreTrainedTokenizerBase
+
+from rag_blend.chunk import digest_ids
+from rag_blend.prompt import chunk_ids
+from rag_blend.store import KVStore
+
+logger = logging.getLogger(__name__)
+
+_NOTHING = np.empty(0, dtype=np.int32)
+_PASSAGES = 4  # a sample is drawn from at least this many passages
+_SHARED_RUN = 16  # a chunk that shares so many consecutive tokens with a priming text is not primed with it
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """Two priming texts drawn from the collection, so that a chunk which is in one is primed with the other.
+
+    Attributes:
+        texts: Token ids of each.
+        documents: The documents they were drawn from.
+    """
+
+    texts: tuple[np.ndarray, ...]
+    documents: frozenset[str]
+
+    def to_json(self) -> bytes:
+        """As a small record."""
+        return json.dumps({"texts": [t.tolist() for t in self.texts], "documents": sorted(self.documents)}).encode()
+
+    @classmethod
+    def from_json(cls, data: bytes) -> Sample:
+        """From a record made by `to_json`."""
+        fields = json.loads(data)
+        texts = tuple(np.asarray(text, dtype=np.int32) for text in fields["texts"])
+        return cls(texts, frozenset(fields["documents"]))
+
+
+class Primer:
+    """Chooses the priming text of each chunk, and says which ones are acceptable in stored chunks.
+
+    Args:
+        choice: ``"sample"``: drawn once from the first sizeable collection that is ingested, recorded in the store,
+            the same ever after (a bundled neutral text until then). ``"none"``: no priming. Anything else is the
+            priming text itself.
+        num_tokens: Length of a sampled or bundled priming text.
+        tokenizer: The model's tokenizer.
+        store: Where the sample is recorded.
+    """
+
+    def __init__(self, choice: str, num_tokens: int, tokenizer: PreTrainedTokenizerBase, store: KVStore) -> None:
+        self._store = store
+        self._num_tokens = num_tokens
+        self._sampling = choice == "sample" and num_tokens > 0
+        self._record = store.record_name("prime-sample", str(num_tokens))
+        if self._sampling:
+            bundled = (resources.files("rag_blend") / "data" / "prime.txt").read_text("utf-8")
+            self._fixed = chunk_ids(tokenizer, [bundled])[0][:num_tokens]
+        else:
+            self._fixed = _NOTHING if choice in {"none", "sample"} else chunk_ids(tokenizer, [choice])[0]
+        self._sample: Sample | None = None
+        self._texts: list[tuple[np.ndarray, set[bytes]]] = []
+        self.reload()
+
+    def accepts(self, prime: str) -> bool:
+        """Whether chunks primed with the text of this digest may be reused."""
+        return prime in self._digests
+
+    def reload(self) -> None:
+        """Take over the sample that this or another process has recorded."""
+        self._sample = self._recorded_sample() if self._sampling else None
+        texts = [*(self._sample.texts if self._sample else ()), self._fixed]
+        self._texts = [(text, _runs(text)) for text in texts]
+        self._digests = {digest_ids(text) for text in texts}
+
+    def learn(self, chunks: Sequence[np.ndarray], documents: Sequence[str]) -> None:
+        """Draw and record the sample, if there is none yet and the collection is large enough."""
+        if not self._sampling or self._sample is not None:
+            return
+        sample = draw_sample(chunks, documents, self._num_tokens)
+        if sample is not None:
+            self._store.backend.put_record(self._record, sample.to_json())
+            self.reload()  # another process may have been first
+
+    def forget(self, documents: set[str]) -> bool:
+        """Drop the sample if it was drawn from one of these documents; returns whether it was."""
+        if self._sample is None or not (self._sample.documents & documents):
+            return False
+        self._store.backend.delete_record(self._record)
+        self.reload()
+        return True
+
+    def text_for(self, chunk: np.ndarray) -> np.ndarray:
+        """Priming token ids for a chunk: the first text that does not contain part of it."""
+        mine = _runs(chunk)
+        return next((text for text, runs in self._texts if mine.isdisjoint(runs)), self._texts[-1][0])
+
+    def _recorded_sample(self) -> Sample | None:
+        data = self._store.backend.get_record(self._record)
+        try:
+            return None if data is None else Sample.from_json(data)
+        except (ValueError, KeyError, TypeError):
+            logger.warning("the recorded priming sample is damaged; a new one will be drawn")
+            self._store.backend.delete_record(self._record)
+            return None
+
+
+def draw_sample(chunks: Sequence[np.ndarray], documents: Sequence[str], num_tokens: int) -> Sample | None:
+    """Two disjoint priming texts of `num_tokens` each from several passages of a collection.
+
+    The choice depends on the passages' contents only, not on their order.
+
+    Returns:
+        None when the collection has less than eight times `num_tokens`: too many of its chunks would be primed
+        with parts of themselves.
+    """
+    unique = {chunk.tobytes(): (chunk, document) for chunk, document in zip(chunks, documents, strict=True)}
+    if sum(len(chunk) for chunk, _ in unique.values()) < 8 * num_tokens:
+        return None
+    order = sorted(unique, key=lambda raw: hashlib.sha256(raw).digest())
+    texts, sources = [], set()
+    for _ in range(2):
+        parts: list[np.ndarray] = []
+        while (missing := num_tokens - sum(len(part) for part in parts)) > 0 and order:
+            chunk, document = unique[order.pop()]
+            parts.append(chunk[: min(missing, max(_SHARED_RUN, num_tokens // _PASSAGES))])
+            sources.add(document)
+        texts.append(np.concatenate(parts))
+    return Sample(tuple(texts), frozenset(sources - {""}))
+
+
+def _runs(ids: np.ndarray) -> set[bytes]:
+    return {ids[i : i + _SHARED_RUN].tobytes() for i in range(len(ids) - _SHARED_RUN + 1)}
+
+

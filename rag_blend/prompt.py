@@ -1,0 +1,53 @@
+"""From a prompt to token ids, exactly as plain transformers would do it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from transformers import PreTrainedTokenizerBase
+
+
+def prompt_ids(
+    tokenizer: PreTrainedTokenizerBase, prompt: str | Sequence[int], add_special_tokens: bool | None = None
+) -> np.ndarray:
+    """Token ids of a whole prompt, int32.
+
+    Args:
+        tokenizer: The model's tokenizer.
+        prompt: Text, or ids, which are taken as they are.
+        add_special_tokens: Whether the tokenizer adds its own (BOS). None: yes, unless the text already begins with
+            the BOS token, as the output of most chat templates does. Pass False for anything that a chat template
+            has rendered: that is what ``tokenizer.apply_chat_template(tokenize=True)`` does.
+
+    Raises:
+        ValueError: There are no tokens.
+    """
+    if isinstance(prompt, str):
+        if add_special_tokens is None:
+            bos = tokenizer.bos_token
+            add_special_tokens = not (bos and prompt.startswith(bos))
+        ids = np.asarray(tokenizer(prompt, add_special_tokens=add_special_tokens)["input_ids"], dtype=np.int32)
+    else:
+        ids = np.asarray(prompt, dtype=np.int32)
+    if ids.ndim != 1 or not len(ids):
+        raise ValueError("the prompt has no tokens; pass some text or a flat list of token ids")
+    return ids
+
+
+def bos_ids(tokenizer: PreTrainedTokenizerBase) -> np.ndarray:
+    """The ids that the tokenizer puts in front of a text by itself: one BOS, or nothing."""
+    ids = tokenizer("", add_special_tokens=True)["input_ids"]
+    starts = [i for i in ids[:1] if i == tokenizer.bos_token_id]
+    return np.asarray(starts, dtype=np.int32)
+
+
+def chunk_ids(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> list[np.ndarray]:
+    """Token ids of texts that will stand somewhere inside a prompt, without special tokens and outer whitespace.
+
+    LlamaIndex strips node texts, LangChain does not: stripped, a chunk is found in the prompts of both.
+    """
+    if not texts:
+        return []
+    encoded = tokenizer([text.strip() for text in texts], add_special_tokens=False)["input_ids"]
+    return [np.asarray(ids, dtype=np.int32) for ids in encoded]

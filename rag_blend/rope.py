@@ -1,0 +1,63 @@
+"""Put keys at positions, and take them off again, with the model's own rotary embedding."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+
+ApplyRotary = Callable[..., tuple[torch.Tensor, torch.Tensor]]
+
+
+class Angles(NamedTuple):
+    """Cosines and sines of some positions, float32, each of shape (num_tokens, rotary_dim)."""
+
+    cos: torch.Tensor
+    sin: torch.Tensor
+
+    def at(self, start: int, end: int) -> Angles:
+        """The angles of positions `start` to `end`, as views."""
+        return Angles(self.cos[start:end], self.sin[start:end])
+
+
+class Rotary:
+    """A model's rotary module and its family's `apply_rotary_pos_emb`, used in float32.
+
+    Keys are stored before RoPE and rotated **once**, at their true position. Rotating stored keys by a difference
+    instead is wrong for YaRN (its scale would be applied twice) and for dynamic and long RoPE (their frequencies
+    depend on the prompt's length), and rounds twice.
+
+    Args:
+        module: The model's rotary embedding, called as ``module(x, position_ids)``.
+        apply: The family's ``apply_rotary_pos_emb(q, k, cos, sin)``.
+    """
+
+    def __init__(self, module: torch.nn.Module, apply: ApplyRotary) -> None:
+        self._module = module
+        self._apply = apply
+
+    def angles(self, num_tokens: int, device: torch.device) -> Angles:
+        """Angles of the positions 0 to `num_tokens`, as a prompt of this length has them."""
+        like = torch.empty(1, dtype=torch.float32, device=device)
+        cos, sin = self._module(like, torch.arange(num_tokens, device=device)[None])
+        return Angles(cos[0], sin[0])
+
+    def rotate(self, keys: torch.Tensor, angles: Angles) -> torch.Tensor:
+        """Put keys at positions.
+
+        Args:
+            keys: Before RoPE, shape (batch, num_kv_heads, num_tokens, head_dim), any dtype.
+            angles: Of the `num_tokens` positions.
+
+        Returns:
+            Rotated keys, float32, same shape.
+        """
+        keys = keys.float()
+        nothing = keys[:, :0]  # the family's function wants queries as well
+        return self._apply(nothing, keys, angles.cos[None], angles.sin[None])[1]
+
+    def unrotate(self, keys: torch.Tensor, angles: Angles) -> torch.Tensor:
+        """The inverse of `rotate`, also where the model scales its angles (YaRN)."""
+        scale = angles.cos.square() + angles.sin.square()
+        return self.rotate(keys, Angles(angles.cos / scale, -angles.sin / scale))

@@ -1,0 +1,75 @@
+"""How the tokens to recompute are chosen: the easy way (`score`) and the full one (`select`)."""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+
+import numpy as np
+import torch
+
+from rag_blend.chunk import LayerKV
+from rag_blend.plan import BlendPlan, Positions
+
+
+class TokenSelector(ABC):
+    """Chooses which reusable tokens are computed anew.
+
+    Attributes:
+        default_ratio: Share of the reusable tokens to recompute when the caller names none.
+        check_layer: A layer (>= 1) before which `refine` may drop tokens, or None.
+    """
+
+    default_ratio: float | None = None
+    check_layer: int | None = None
+
+    @abstractmethod
+    def select(self, plan: BlendPlan, ratio: float | None) -> Positions:
+        """Choose before the first layer.
+
+        Args:
+            plan: The prompt's layout.
+            ratio: Share of the reusable tokens to recompute, 0 to 1; None leaves it to the selector.
+
+        Returns:
+            A subset of `plan.reusable`, ascending. These tokens are computed from layer 0 on.
+        """
+
+    def refine(self, fresh: LayerKV, cached: LayerKV, num_kept: int) -> torch.Tensor:
+        """Choose once more, before `check_layer`, among the tokens chosen by `select`.
+
+        Args:
+            fresh: Their keys and values of the check layer, just computed, (num_kv_heads, num_tokens, head_dim).
+            cached: The same rows as they come from the store, keys put at their positions.
+            num_kept: How many tokens stay.
+
+        Returns:
+            Indices into those rows, any order, shape (num_kept,).
+        """
+        raise NotImplementedError(f"{type(self).__name__} has no check layer")
+
+
+class ScoreSelector(TokenSelector):
+    """Computes every reusable token up to `check_layer` and keeps those that score highest there."""
+
+    check_layer = 1
+
+    @abstractmethod
+    def score(self, fresh: LayerKV, cached: LayerKV) -> torch.Tensor:
+        """How much each token needs recomputing, shape (num_tokens,); see `TokenSelector.refine`."""
+
+    def select(self, plan: BlendPlan, ratio: float | None) -> Positions:
+        """Everything: scores can only be had by computing the first layers in full."""
+        return plan.reusable
+
+    def refine(self, fresh: LayerKV, cached: LayerKV, num_kept: int) -> torch.Tensor:
+        """The `num_kept` tokens with the highest score."""
+        return torch.topk(self.score(fresh, cached), num_kept).indices
+
+
+def share_of(count: int, ratio: float) -> int:
+    """`ratio` of `count` tokens, rounded up."""
+    return min(count, math.ceil(count * ratio))
+
+
+EMPTY: Positions = np.empty(0, dtype=np.int64)

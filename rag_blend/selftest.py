@@ -1,0 +1,115 @@
+"""Is this model driven correctly? Checked on a short random input whenever a model is loaded."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from transformers.cache_utils import DynamicCache
+
+from rag_blend.blend import BlendPass
+from rag_blend.cache import BlendCache
+from rag_blend.chunk import LayerKV
+from rag_blend.errors import UnsupportedModelError
+from rag_blend.match import Match
+from rag_blend.models import ModelAdapter
+from rag_blend.plan import BlendPlan, Positions, plan_blend
+from rag_blend.selectors.all import AllSelector
+from rag_blend.selectors.base import TokenSelector
+
+_NUM_TOKENS = 40
+_TOLERANCE = {torch.float32: 1e-4, torch.float64: 1e-6}  # of the largest logit
+_TOLERANCE_16_BIT = 0.1
+
+
+def check_model(adapter: ModelAdapter) -> None:
+    """Compare three blends with what the model itself computes.
+
+    1. Everything recomputed over worthless stored rows: equals full prefill.
+    2. Every other token recomputed, the rest taken from that full prefill: equals full prefill, so the mask lets
+       each token see exactly the tokens in front of it.
+    3. Every layer's keys, moved to another position: equal the layer's keys computed there.
+
+    Raises:
+        UnsupportedModelError: They differ.
+    """
+    generator = torch.Generator().manual_seed(0)
+    input_ids = torch.randint(0, adapter.config.vocab_size, (1, _NUM_TOKENS), generator=generator).to(adapter.device)
+    with torch.no_grad():
+        cache = DynamicCache()
+        logits = _forward(adapter, input_ids, cache)
+        worthless = _Rows([LayerKV(torch.full_like(x.keys, 7.0), torch.full_like(x.values, 7.0)) for x in cache.layers])
+        exact = _Rows([LayerKV(x.keys, x.values) for x in cache.layers])
+        _require_equal(adapter, _blend(adapter, input_ids, AllSelector(), worthless), logits, "full recompute")
+        _require_equal(adapter, _blend(adapter, input_ids, _EveryOther(), exact), logits, "partial recompute")
+        _check_rotation(adapter, input_ids)
+
+
+class _EveryOther(TokenSelector):
+    def select(self, plan: BlendPlan, ratio: float | None) -> Positions:
+        return plan.reusable[::2]
+
+
+class _Rows:
+    """Stored rows that are simply there."""
+
+    def __init__(self, layers: list[LayerKV]) -> None:
+        self._layers = layers
+
+    def layer(self, layer_idx: int) -> LayerKV:
+        return LayerKV(*(side.clone() for side in self._layers[layer_idx]))
+
+
+def _forward(adapter: ModelAdapter, input_ids: torch.Tensor, cache: Any) -> torch.Tensor:
+    kwargs = {adapter.cache_argument: cache}
+    return adapter.model(input_ids=input_ids, use_cache=True, **kwargs).logits[0, -1].float()
+
+
+def _blend(adapter: ModelAdapter, input_ids: torch.Tensor, selector: TokenSelector, rows: _Rows) -> torch.Tensor:
+    chunk = Match(key="", start=4, length=_NUM_TOKENS - 8, offset=0, chunk_tokens=_NUM_TOKENS - 8)
+    blend = BlendPass(adapter, plan_blend(_NUM_TOKENS, [], [chunk]), selector, None, rows)
+    cache = BlendCache(adapter.num_layers, placer=blend)
+    with adapter.layer_hooks(blend.before_layer, cache):
+        return _forward(adapter, input_ids, cache)
+
+
+def _check_rotation(adapter: ModelAdapter, input_ids: torch.Tensor) -> None:
+    rotary, shift = adapter.rotary, 5
+    angles = rotary.angles(_NUM_TOKENS, adapter.device)
+    here, there = angles.at(0, _NUM_TOKENS - shift), angles.at(shift, _NUM_TOKENS)
+    for layer_idx, (first, second) in enumerate(_keys_at_two_places(adapter, input_ids, shift)):
+        moved = rotary.rotate(rotary.unrotate(first.keys[None], here), there)[0]
+        _require_equal(adapter, moved, second.keys.float(), f"moving the keys of layer {layer_idx}")
+
+
+def _keys_at_two_places(adapter: ModelAdapter, input_ids: torch.Tensor, shift: int) -> list[tuple[LayerKV, LayerKV]]:
+    """Each layer's fresh keys for the same hidden states at positions 0… and at positions `shift`…"""
+    found: list[tuple[LayerKV, LayerKV]] = []
+
+    def before_layer(layer_idx: int, hidden_states: torch.Tensor, kwargs: dict[str, Any]) -> torch.Tensor:
+        rows = hidden_states[:, : _NUM_TOKENS - shift]
+        pair = []
+        for start in (0, shift):
+            places = slice(start, start + rows.shape[1])
+            cos, sin = kwargs["position_embeddings"]
+            moved = {**kwargs, "position_embeddings": (cos[:, places], sin[:, places])}
+            pair.append(adapter.fresh_kv(layer_idx, rows, moved))
+        found.append((pair[0], pair[1]))
+        return hidden_states
+
+    cache = BlendCache(adapter.num_layers)
+    with adapter.layer_hooks(before_layer, cache):
+        _forward(adapter, input_ids, cache)
+    return found
+
+
+def _require_equal(adapter: ModelAdapter, got: torch.Tensor, expected: torch.Tensor, what: str) -> None:
+    scale = expected.abs().max().clamp_min(1e-6)
+    error = float((got - expected).abs().max() / scale)
+    tolerance = _TOLERANCE.get(adapter.dtype, _TOLERANCE_16_BIT)
+    if not np.isfinite(error) or error > tolerance:
+        raise UnsupportedModelError(
+            f"{adapter.describe()} cannot be blended: {what} differs from the model's own result by {error:.1e} "
+            f"(allowed: {tolerance:.0e}). Use on_unsupported='full' to serve it by plain full prefill."
+        )

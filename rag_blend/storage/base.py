@@ -1,0 +1,107 @@
+"""What every place that can hold entries must offer: whole bytes in, ranges of bytes out."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator
+from types import TracebackType
+
+import numpy as np
+import numpy.typing as npt
+
+from rag_blend.errors import ChunkNotFoundError
+
+Bytes = npt.NDArray[np.uint8]
+
+
+class EntryReader(ABC):
+    """One entry opened for reading. Stays readable when the entry is deleted meanwhile."""
+
+    size: int
+
+    @abstractmethod
+    def read(self, offset: int, length: int) -> Bytes:
+        """Read exactly `length` bytes from `offset`. The array may be shared: do not write to it.
+
+        Raises:
+            CorruptChunkError: The entry ends before `offset + length`.
+        """
+
+    @abstractmethod
+    def close(self) -> None:
+        """Release the entry; reading afterwards is an error."""
+
+    def __enter__(self) -> EntryReader:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+class StorageBackend(ABC):
+    """Entries under keys (64 hex digits), small records, and which documents need which keys. Knows no tensors.
+
+    Implementations are safe to use from several threads. An entry is whole or absent: `write` publishes it in one
+    step, and readers never see half of it.
+    """
+
+    @abstractmethod
+    def write(self, key: str, data: bytes) -> None:
+        """Publish `data` under `key`, replacing what is there, atomically and durably.
+
+        Raises:
+            OSError: The medium refused; nothing has changed.
+        """
+
+    @abstractmethod
+    def open(self, key: str) -> EntryReader:
+        """Open an entry for reading.
+
+        Raises:
+            ChunkNotFoundError: No such entry.
+        """
+
+    @abstractmethod
+    def delete(self, key: str) -> bool:
+        """Remove an entry; returns whether it was there."""
+
+    @abstractmethod
+    def quarantine(self, key: str) -> None:
+        """Take a damaged entry out of the way, so that it is never read again and can be written anew."""
+
+    @abstractmethod
+    def keys(self) -> Iterator[str]:
+        """All keys present, in no particular order."""
+
+    @abstractmethod
+    def link(self, document: str, keys: Iterable[str]) -> None:
+        """Record that `document` needs the entries `keys`."""
+
+    @abstractmethod
+    def unlink(self, document: str) -> list[str]:
+        """Forget what `document` needs; returns its keys that no other document needs."""
+
+    @abstractmethod
+    def get_record(self, name: str) -> bytes | None:
+        """A small record by its name (64 hex digits), or None."""
+
+    @abstractmethod
+    def put_record(self, name: str, data: bytes) -> None:
+        """Write a small record unless it is there already: the first writer wins."""
+
+    @abstractmethod
+    def delete_record(self, name: str) -> None:
+        """Remove a small record, if it is there."""
+
+    def close(self) -> None:
+        """Release everything held. The backend must not be used afterwards."""
+        return None
+
+    def __contains__(self, key: str) -> bool:
+        try:
+            self.open(key).close()
+        except ChunkNotFoundError:
+            return False
+        return True

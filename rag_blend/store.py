@@ -1,0 +1,209 @@
+"""The chunk store: entries of one model and tenant in a storage backend. Anything doubtful is a counted miss."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import Counter, OrderedDict
+from collections.abc import Iterable, Iterator, Mapping
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from rag_blend.chunk import ChunkKV, ChunkOrigin, LayerKV, chunk_key, digest_json
+from rag_blend.entry import EntryHeader, encode_entry, read_header, read_layer
+from rag_blend.errors import ChunkNotFoundError, CorruptChunkError, FingerprintMismatchError, StoreError
+from rag_blend.storage import EntryReader, StorageBackend
+
+logger = logging.getLogger(__name__)
+
+_REMEMBERED_HEADERS = 2048
+
+
+class StoredChunk:
+    """One entry opened for reading, its header checked.
+
+    Args:
+        key: The entry's key.
+        header: Its header.
+        reader: Its bytes; closed by `close`.
+    """
+
+    def __init__(self, key: str, header: EntryHeader, reader: EntryReader) -> None:
+        self.key = key
+        self.header = header
+        self._reader = reader
+
+    def layer(self, layer_idx: int) -> LayerKV:
+        """One layer in the stored dtype, (num_kv_heads, num_tokens, head_dim) each; not to be written to.
+
+        Raises:
+            CorruptChunkError: The bytes are not what was written.
+        """
+        return read_layer(self._reader, self.header, layer_idx)
+
+    def close(self) -> None:
+        """Release the entry."""
+        self._reader.close()
+
+
+class WrittenChunk(NamedTuple):
+    """What `KVStore.put` did: the entry's key and its size in bytes."""
+
+    key: str
+    num_bytes: int
+
+
+class KVStore:
+    """Entries of one model (`fingerprint`) and one tenant (`namespace`).
+
+    Args:
+        backend: Where the bytes live.
+        fingerprint: Digest of the model's `ModelFingerprint`.
+        namespace: Tenant; set by the operator, never by the client of a service.
+        kv_dtype: Dtype of stored keys and values.
+    """
+
+    def __init__(self, backend: StorageBackend, fingerprint: str, namespace: str, kv_dtype: torch.dtype) -> None:
+        self.backend = backend
+        self.fingerprint = fingerprint
+        self.namespace = namespace
+        self._kv_dtype = kv_dtype
+        self._headers: OrderedDict[str, EntryHeader] = OrderedDict()
+        self._lock = threading.Lock()
+        self._counts: Counter[str] = Counter()
+
+    @property
+    def counts(self) -> Mapping[str, int]:
+        """How often each kind of trouble was met: ``missing``, ``corrupt``, ``foreign``, ``unavailable``."""
+        with self._lock:
+            return dict(self._counts)
+
+    def origin(self, head: str, prime: str) -> ChunkOrigin:
+        """The origin of a chunk cached behind this head and priming text (digests)."""
+        return ChunkOrigin(self.fingerprint, self.namespace, head, prime)
+
+    def key_of(self, origin: ChunkOrigin, token_ids: np.ndarray) -> str:
+        """The key that such a chunk has."""
+        return chunk_key(origin, token_ids)
+
+    def put(self, chunk: ChunkKV) -> WrittenChunk:
+        """Write a chunk.
+
+        Raises:
+            ValueError: A key or value is not finite.
+            OSError: The medium refused.
+        """
+        key = chunk_key(chunk.origin, chunk.token_ids)
+        data = encode_entry(chunk, self._kv_dtype)
+        self.backend.write(key, data)
+        return WrittenChunk(key, len(data))
+
+    def open(self, key: str) -> StoredChunk:
+        """Open an entry of this model and tenant.
+
+        Raises:
+            ChunkNotFoundError: No such entry.
+            CorruptChunkError: It is damaged; it has been set aside.
+            FingerprintMismatchError: It belongs to another model or tenant.
+            StoreError: The medium does not answer.
+        """
+        try:
+            return self._open(key)
+        except ChunkNotFoundError:
+            self._count("missing")
+            raise
+
+    def discard_damaged(self, key: str, reason: Exception) -> None:
+        """Set a damaged entry aside and count it."""
+        logger.warning("setting a damaged cache entry aside, it will be recomputed: %s", reason)
+        self._count("corrupt")
+        self.backend.quarantine(key)
+        with self._lock:
+            self._headers.pop(key, None)
+
+    def has(self, key: str) -> bool:
+        """Whether a readable entry of this model and tenant is there."""
+        try:
+            self._open(key).close()
+        except StoreError:
+            return False
+        return True
+
+    def token_ids(self, key: str) -> np.ndarray:
+        """The ids of a stored chunk, int32.
+
+        Raises:
+            KeyError: It cannot be had.
+        """
+        with self._lock:
+            if key in self._headers:
+                self._headers.move_to_end(key)
+                return self._headers[key].token_ids
+        try:
+            stored = self.open(key)
+        except StoreError as error:
+            raise KeyError(key) from error
+        stored.close()
+        with self._lock:
+            self._headers[key] = stored.header
+            if len(self._headers) > _REMEMBERED_HEADERS:
+                self._headers.popitem(last=False)
+        return stored.header.token_ids
+
+    def scan(self) -> Iterator[tuple[str, EntryHeader]]:
+        """All entries of this model and tenant; others are counted and skipped."""
+        for key in self.backend.keys():
+            try:
+                stored = self.open(key)
+            except StoreError:
+                continue
+            stored.close()
+            yield key, stored.header
+
+    def link(self, document: str, keys: Iterable[str]) -> None:
+        """Record which entries a document of this tenant needs."""
+        self.backend.link(self._document(document), keys)
+
+    def forget(self, document: str) -> list[str]:
+        """Delete the entries that only this document of this tenant needs; returns their keys."""
+        keys = self.backend.unlink(self._document(document))
+        for key in keys:
+            self.backend.delete(key)
+            with self._lock:
+                self._headers.pop(key, None)
+        return keys
+
+    def record_name(self, *parts: str) -> str:
+        """Name of a small record of this model and tenant."""
+        return digest_json([self.fingerprint, self.namespace, *parts])
+
+    def _open(self, key: str) -> StoredChunk:
+        try:
+            reader = self.backend.open(key)
+        except OSError as error:
+            self._count("unavailable")
+            raise StoreError(f"{key[:12]}: {error}") from error
+        try:
+            header = read_header(reader, key)
+            self._refuse_foreign(header)
+        except BaseException as error:
+            reader.close()
+            if isinstance(error, CorruptChunkError):
+                self.discard_damaged(key, error)
+            raise
+        return StoredChunk(key, header, reader)
+
+    def _document(self, document: str) -> str:
+        return f"{self.namespace}\x1f{document}"
+
+    def _refuse_foreign(self, header: EntryHeader) -> None:
+        origin = header.origin
+        if (origin.fingerprint, origin.namespace) != (self.fingerprint, self.namespace):
+            self._count("foreign")
+            raise FingerprintMismatchError("made by another model, tokenizer or dtype, or for another tenant")
+
+    def _count(self, what: str) -> None:
+        with self._lock:
+            self._counts[what] += 1
