@@ -20,15 +20,13 @@ class WordLlamaEmbedding(BaseEmbedding):
 
     _model: Any = PrivateAttr()
 
-    def __init__(self, **kwargs: Any) -> None:  # noqa: ANN401 - the fields of BaseEmbedding
+    def __init__(self, **kwargs: Any) -> None:
         """Load the weights; ``kwargs`` are the fields of `BaseEmbedding`, such as ``embed_batch_size``."""
         kwargs.setdefault("model_name", "wordllama-l2-supercat-256")
         super().__init__(**kwargs)
         # A plain load() looks for the tokenizer in the wrong folder of the wheel and then asks the network.
         # Naming the installed folder as the "cache" makes it look in the right one.
-        self._model = wordllama.WordLlama.load(
-            cache_dir=Path(wordllama.__file__).parent, disable_download=True
-        )
+        self._model = wordllama.WordLlama.load(cache_dir=Path(wordllama.__file__).parent, disable_download=True)
 
     @classmethod
     def class_name(cls) -> str:

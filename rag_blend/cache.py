@@ -27,7 +27,7 @@ class GrowingLayer(DynamicLayer):
     """
 
     def __init__(self, room: int, placer: KVPlacer | None, layer_idx: int) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._room = room
         self._placer = placer
         self._layer_idx = layer_idx
@@ -85,6 +85,13 @@ class BlendCache(Cache):
 
     def __init__(self, num_layers: int, room: int = 0, placer: KVPlacer | None = None) -> None:
         super().__init__(layers=[GrowingLayer(room, placer, i) for i in range(num_layers)])
+
+
+def kv_of(cache: Cache, layer_idx: int) -> LayerKV:
+    """A layer's keys and values, (batch, num_kv_heads, num_tokens, head_dim) each, as views."""
+    layer = cache.layers[layer_idx]
+    assert isinstance(layer, DynamicLayer) and layer.keys is not None and layer.values is not None
+    return LayerKV(layer.keys, layer.values)
 
 
 def _with_room(rows: torch.Tensor, room: int) -> torch.Tensor:

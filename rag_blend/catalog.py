@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from rag_blend.chunk import GENERIC_HEAD, NO_TOKENS, ChunkOrigin
+from rag_blend.chunk import GENERIC_HEAD, NO_TOKENS, ChunkOrigin, digest_ids
 from rag_blend.match import ChunkIndex, Match
 
 TokenIdsOf = Callable[[str], np.ndarray]
@@ -57,7 +57,7 @@ class ChunkCatalog:
 
     Args:
         token_ids_of: Brings a stored chunk's ids.
-        head_ids_of: Brings a head's ids from its digest; KeyError when unknown.
+        head_ids_of: Brings a head's ids from its digest; KeyError when unknown. Ids of another digest count as unknown.
         any_head: Blend chunks also behind a head they were not cached behind (never as exact).
     """
 
@@ -102,13 +102,27 @@ class ChunkCatalog:
                     chunks.append((suits and group.head_ids is not None, match))
         prefix.sort(key=lambda m: (m.start, -m.length))
         chunks.sort(key=lambda c: (not c[0], -c[1].length, c[1].start))
-        elsewhere = [] if chunks else [m for group in unsuited for m in group.index.match(prompt_ids)]
+        elsewhere = [] if chunks else self._elsewhere(prompt_ids, unsuited, prefix)
         return Findings(prefix, [match for _, match in chunks], elsewhere)
+
+    def _elsewhere(self, prompt_ids: np.ndarray, groups: Iterable[_Group], usable: Iterable[Match]) -> list[Match]:
+        """Matches of groups that do not suit, each place once, apart from what can be used anyway."""
+        covered = np.zeros(len(prompt_ids), dtype=bool)
+        for match in usable:
+            covered[match.start : match.end] = True
+        matches = []
+        for match in (m for group in groups for m in group.index.match(prompt_ids)):
+            if not covered[match.start : match.end].any():
+                covered[match.start : match.end] = True
+                matches.append(match)
+        return matches
 
     def _group(self, origin: ChunkOrigin) -> _Group:
         at = (origin.head, origin.prime != NO_TOKENS)
         if at not in self._groups:
             head_ids = None if origin.head == GENERIC_HEAD else self._head_ids_of(origin.head)
+            if head_ids is not None and digest_ids(head_ids) != origin.head:
+                raise KeyError(origin.head)  # exactness is claimed on the strength of these ids
             self._groups[at] = _Group(head_ids, at[1], ChunkIndex(self._token_ids_of))
         return self._groups[at]
 

@@ -242,9 +242,7 @@ def _convert_weights(gguf_file: Path, directory: Path) -> int:
 def _convert_tokenizer(gguf_file: Path, directory: Path, context_length: int) -> None:
     from transformers import AutoTokenizer
 
-    tokenizer = AutoTokenizer.from_pretrained(
-        gguf_file.parent, gguf_file=gguf_file.name, local_files_only=True
-    )
+    tokenizer = AutoTokenizer.from_pretrained(gguf_file.parent, gguf_file=gguf_file.name, local_files_only=True)
     tokenizer.model_max_length = context_length  # GGUF does not carry it over; unset it is 1e30
     tokenizer.save_pretrained(directory)
 

@@ -21,9 +21,8 @@ from transformers import (
     PreTrainedTokenizerBase,
     StoppingCriteriaList,
 )
+from transformers.cache_utils import Cache
 
-from rag_blend.blend import BlendPass
-from rag_blend.cache import BlendCache
 from rag_blend.catalog import ChunkCatalog
 from rag_blend.chunk import NO_TOKENS
 from rag_blend.errors import GenerationCancelledError, PromptTooLongError, UnsupportedModelError
@@ -38,12 +37,11 @@ from rag_blend.generation import (
 )
 from rag_blend.info import context_window_of
 from rag_blend.ingest import Ingester, IngestReport, head_record
-from rag_blend.models import ModelAdapter, adapter_for
-from rag_blend.plan import BlendPlan, plan_blend
-from rag_blend.prefetch import LayerPrefetcher, LostChunkError
+from rag_blend.models import ModelAdapter, adapter_for, cache_argument_of
 from rag_blend.primer import Primer
 from rag_blend.prompt import prompt_ids
-from rag_blend.selectors import TokenSelector, selector_of
+from rag_blend.runner import BlendPolicy, PromptRunner
+from rag_blend.selectors import TokenSelector
 from rag_blend.selftest import check_model
 from rag_blend.storage import StorageBackend, open_storage
 from rag_blend.store import KVStore
@@ -65,7 +63,7 @@ class Prefill:
     """
 
     logits: torch.Tensor
-    cache: BlendCache
+    cache: Cache
     stats: GenerationStats
 
 
@@ -81,15 +79,6 @@ class ForgetReport:
 
     entries: int = 0
     prime_renewed: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class _Policy:
-    """How one prompt is to be treated."""
-
-    selector: TokenSelector
-    ratio: float | None
-    reuse: bool = True
 
 
 class BlendEngine:
@@ -132,13 +121,14 @@ class BlendEngine:
         any_head: bool = False,
         on_unsupported: str = "error",
     ) -> None:
-        self._policy = _policy(selector, recompute_ratio)
+        self._policy = BlendPolicy.of(selector, recompute_ratio)
         if on_unsupported not in {"error", "full"}:
             raise ValueError(f"on_unsupported must be 'error' or 'full', not {on_unsupported!r}")
         self._model = model.eval()
         self.tokenizer = tokenizer
         self._lock = threading.RLock()
         self._adapter = self._adapt(on_unsupported)
+        self._cache_argument = cache_argument_of(model)
         self.context_window = context_window_of(model.config, tokenizer)
         kv_dtype = kv_dtype or (model.dtype if model.dtype.itemsize == 2 else torch.float16)
         self._backend = open_storage(storage)
@@ -180,7 +170,8 @@ class BlendEngine:
         shared = {k: v for k, v in loading.items() if k in {"revision", "trust_remote_code", "local_files_only"}}
         tokenizer = AutoTokenizer.from_pretrained(path_or_hub_id, **shared)
         model = AutoModelForCausalLM.from_pretrained(path_or_hub_id, **loading)
-        return cls(model.to(device), tokenizer, storage, **options)
+        model.to(device)  # type: ignore[arg-type]  # transformers' annotation lost the argument
+        return cls(model, tokenizer, storage, **options)
 
     @property
     def model_name(self) -> str:
@@ -229,7 +220,13 @@ class BlendEngine:
             return IngestReport(skipped=len(texts))
         head_ids = None if head is None else prompt_ids(self.tokenizer, head, add_special_tokens=False)
         ingester = Ingester(
-            self._adapter, self.tokenizer, self._store, self._primer, self._catalog, self._lock, self.context_window
+            self._adapter,
+            self.tokenizer,
+            self._store,
+            self._primer,
+            self._catalog,
+            self._lock,
+            self.context_window,
         )
         return ingester.ingest(texts, head_ids, doc_ids or [""] * len(texts), progress)
 
@@ -259,17 +256,14 @@ class BlendEngine:
         policy = self._policy_for(selector, recompute_ratio, reuse)
         ids = self._checked_ids(prompt, add_special_tokens)
 
-        def run(cache: BlendCache) -> torch.Tensor:
-            input_ids = self._input(ids)
+        def call(cache: Cache | None) -> tuple[torch.Tensor, Cache]:
+            given = {} if cache is None else {self._cache_argument: cache}
             with torch.no_grad():
-                output = self._model(
-                    input_ids=input_ids, use_cache=True, logits_to_keep=1, **{self._cache_argument: cache}
-                )
-            logits: torch.Tensor = output.logits[0, -1].float()
-            return logits
+                output = self._model(input_ids=self._input(ids), use_cache=True, logits_to_keep=1, **given)
+            return output.logits[0, -1].float(), output[self._cache_argument]
 
         with self._lock:
-            logits, cache, stats = self._with_cache(ids, policy, 0, None, run)
+            (logits, cache), stats = self._run(ids, policy, call)
         return Prefill(logits, cache, replace(stats, ttft_s=time.perf_counter() - started))
 
     def generate(
@@ -369,11 +363,6 @@ class BlendEngine:
     ) -> None:
         self.close()
 
-    @property
-    def _cache_argument(self) -> str:
-        assert self._adapter is not None
-        return self._adapter.cache_argument
-
     def _adapt(self, on_unsupported: str) -> ModelAdapter | None:
         try:
             adapter = adapter_for(self._model)
@@ -407,11 +396,10 @@ class BlendEngine:
             self._backend.delete(key)
         return stale
 
-    def _policy_for(self, selector: str | TokenSelector | None, ratio: float | None, reuse: bool) -> _Policy:
+    def _policy_for(self, selector: str | TokenSelector | None, ratio: float | None, reuse: bool) -> BlendPolicy:
         if selector is None and ratio is None:
             return replace(self._policy, reuse=reuse)
-        chosen = self._policy.selector if selector is None else selector
-        return replace(_policy(chosen, ratio), reuse=reuse)
+        return BlendPolicy.of(self._policy.selector if selector is None else selector, ratio, reuse)
 
     def _checked_ids(self, prompt: str | Sequence[int], add_special_tokens: bool | None) -> np.ndarray:
         ids = prompt_ids(self.tokenizer, prompt, add_special_tokens)
@@ -428,7 +416,7 @@ class BlendEngine:
     def _generate(
         self,
         ids: np.ndarray,
-        policy: _Policy,
+        policy: BlendPolicy,
         max_new_tokens: int,
         stop: Sequence[str],
         cancel: threading.Event | None,
@@ -443,39 +431,37 @@ class BlendEngine:
             raise ValueError("one answer per call: num_return_sequences must be 1")
         arguments = self._generate_arguments(max_new_tokens, stop, clock, kwargs)
 
-        def run(cache: BlendCache | None) -> list[int]:
+        def call(cache: Cache | None) -> list[int]:
+            given: dict[str, Any] = {} if cache is None else {self._cache_argument: cache}
             if streamer is not None:
                 streamer.restart()
-                arguments["streamer"] = streamer
-            if cache is not None:
-                arguments[self._cache_argument] = cache
+                given["streamer"] = streamer
             input_ids = self._input(ids)
-            output = self._model.generate(input_ids, attention_mask=torch.ones_like(input_ids), **arguments)
+            output = self._model.generate(input_ids, attention_mask=torch.ones_like(input_ids), **arguments, **given)
             sequences = output if isinstance(output, torch.Tensor) else output.sequences
             new_ids: list[int] = sequences[0, len(ids) :].tolist()
             return new_ids
 
         with self._lock:
-            new_ids, stats = self._answer(ids, policy, max_new_tokens, cancel, run)
+            if cancel.is_set():
+                raise GenerationCancelledError("cancelled before it began")
+            new_ids, stats = self._run(ids, policy, call, max_new_tokens, cancel)
         if cancel.is_set():
             raise GenerationCancelledError("cancelled")
-        text = cut_at_stop(self.tokenizer.decode(new_ids, skip_special_tokens=True), stop)
+        text = cut_at_stop(str(self.tokenizer.decode(new_ids, skip_special_tokens=True)), stop)
         return Generation(text, new_ids, replace(stats, ttft_s=(clock.first_token_at or started) - started))
 
-    def _answer(
+    def _run(
         self,
         ids: np.ndarray,
-        policy: _Policy,
-        room: int,
-        cancel: threading.Event,
-        run: Callable[[BlendCache | None], list[int]],
-    ) -> tuple[list[int], GenerationStats]:
-        if cancel.is_set():
-            raise GenerationCancelledError("cancelled before it began")
+        policy: BlendPolicy,
+        call: Callable[[Cache | None], T],
+        room: int = 0,
+        cancel: threading.Event | None = None,
+    ) -> tuple[T, GenerationStats]:
         if self._adapter is None:
-            return run(None), GenerationStats(prompt_tokens=len(ids), fresh_tokens=len(ids))
-        new_ids, _, stats = self._with_cache(ids, policy, room, cancel, run)
-        return new_ids, stats
+            return call(None), GenerationStats(prompt_tokens=len(ids), fresh_tokens=len(ids))
+        return PromptRunner(self._adapter, self._store).run(ids, self._catalog, policy, call, room, cancel)
 
     def _generate_arguments(
         self, max_new_tokens: int, stop: Sequence[str], clock: FirstTokenClock, kwargs: dict[str, Any]
@@ -487,81 +473,3 @@ class BlendEngine:
         if self._model.generation_config.pad_token_id is None:
             arguments.setdefault("pad_token_id", self.tokenizer.pad_token_id or self.tokenizer.eos_token_id)
         return arguments
-
-    def _with_cache(
-        self,
-        ids: np.ndarray,
-        policy: _Policy,
-        room: int,
-        cancel: threading.Event | None,
-        run: Callable[[BlendCache], T],
-    ) -> tuple[T, BlendCache, GenerationStats]:
-        """Run a forward or a generation on a cache that blends; start again without chunks that prove unusable."""
-        lost: set[str] = set()
-        while True:
-            plan, misses = self._plan(ids, policy, lost)
-            try:
-                value, cache, stats = self._run_plan(plan, policy, room, cancel, run)
-            except LostChunkError as error:
-                lost.add(error.key)
-                self._catalog.remove([error.key])
-                continue
-            return value, cache, replace(stats, misses=misses)
-
-    def _plan(self, ids: np.ndarray, policy: _Policy, lost: set[str]) -> tuple[BlendPlan, int]:
-        if not policy.reuse:
-            return BlendPlan(len(ids), ()), 0
-        found = self._catalog.find(ids)
-        if found.elsewhere:
-            logger.info(
-                "%d stored chunks lie in this prompt, but were cached behind another head: not reused (any_head=True "
-                "would)", len(found.elsewhere),
-            )  # fmt: skip
-        prefix, chunks = found.prefix, found.chunks
-        if policy.ratio == 1.0:  # everything is computed, even what would be exact but for 16-bit storage
-            prefix, chunks = [], [*prefix, *chunks]
-        return plan_blend(len(ids), prefix, chunks), len(lost) + len(found.elsewhere)
-
-    def _run_plan(
-        self,
-        plan: BlendPlan,
-        policy: _Policy,
-        room: int,
-        cancel: threading.Event | None,
-        run: Callable[[BlendCache], T],
-    ) -> tuple[T, BlendCache, GenerationStats]:
-        adapter = self._adapter
-        assert adapter is not None
-        if not plan.segments:
-            cache = BlendCache(adapter.num_layers, room)
-            stats = GenerationStats(prompt_tokens=plan.num_tokens, fresh_tokens=plan.num_tokens)
-            return run(cache), cache, stats
-        angles = adapter.rotary.angles(plan.num_tokens, adapter.device)
-        with LayerPrefetcher(plan, self._store, adapter, angles, room) as prefetcher:
-            blend = BlendPass(adapter, plan, policy.selector, policy.ratio, prefetcher, cancel)
-            cache = BlendCache(adapter.num_layers, room, blend)
-            with adapter.layer_hooks(blend.before_layer, cache):
-                value = run(cache)
-        return value, cache, _stats_of(plan, blend, prefetcher.load_s)
-
-
-def _stats_of(plan: BlendPlan, blend: BlendPass, load_s: float) -> GenerationStats:
-    reusable = len(plan.reusable)
-    return GenerationStats(
-        prompt_tokens=plan.num_tokens,
-        prefix_tokens=plan.exact_tokens,
-        reused_tokens=reusable - blend.recomputed_tokens,
-        recomputed_tokens=blend.recomputed_tokens,
-        fresh_tokens=plan.num_tokens - plan.exact_tokens - reusable,
-        recompute_ratio=blend.recompute_ratio,
-        mode="blend" if reusable else "prefix",
-        load_s=load_s,
-        hits=len(plan.keys),
-    )
-
-
-def _policy(selector: str | TokenSelector, ratio: float | None) -> _Policy:
-    if ratio is not None and not 0.0 <= ratio <= 1.0:
-        raise ValueError(f"recompute_ratio must lie between 0 and 1, got {ratio}")
-    chosen = selector_of("all" if ratio == 1.0 else selector)
-    return _Policy(chosen, 1.0 if chosen.default_ratio == 1.0 else ratio)

@@ -2,8 +2,8 @@
 
 The file holds ``token_ids`` (int32) and one tensor per layer, ``layer.000`` …, of shape
 (2, num_kv_heads, num_tokens, head_dim): keys before RoPE, then values. So a layer is one contiguous read. The
-metadata name the origin and carry one xxh3 checksum per layer; the entry's key is a digest of origin and token ids,
-so a header that was tampered with no longer fits its own name.
+metadata name the origin and carry one xxh3 checksum per layer, over its number, dtype, shape and bytes; the entry's
+key is a digest of origin and token ids. So a header that says something else than was written is found out.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class EntryHeader:
         shape: Of every layer: (2, num_kv_heads, num_tokens, head_dim).
         dtype: Of every layer.
         offsets: First byte of each layer in the file.
-        checksums: xxh3_128 of each layer's bytes.
+        checksums: xxh3_128 of each layer's number, dtype, shape and bytes.
     """
 
     origin: ChunkOrigin
@@ -62,7 +62,7 @@ def encode_entry(chunk: ChunkKV, dtype: torch.dtype) -> bytes:
         dtype: Stored dtype. float16 gives way to bfloat16 where a value would overflow.
 
     Raises:
-        ValueError: A key or value is NaN or infinite.
+        ValueError: A key or value is NaN or infinite, or too large even for bfloat16.
     """
     layers = [torch.stack([kv.keys, kv.values]).cpu() for kv in chunk.layers]
     stored = [layer.to(dtype) for layer in layers]
@@ -70,11 +70,13 @@ def encode_entry(chunk: ChunkKV, dtype: torch.dtype) -> bytes:
         if not all(_is_finite(layer) for layer in layers):
             raise ValueError("keys or values are not finite")
         stored = [layer.to(torch.bfloat16) for layer in layers]
+        if not all(_is_finite(layer) for layer in stored):
+            raise ValueError("keys or values are too large to be stored")
     stored = [layer.contiguous() for layer in stored]
     metadata = {
         "format": FORMAT,
         "origin": json.dumps(asdict(chunk.origin)),
-        "checksums": json.dumps([xxhash.xxh3_128_hexdigest(layer.view(torch.uint8).numpy()) for layer in stored]),
+        "checksums": json.dumps([_checksum(i, layer) for i, layer in enumerate(stored)]),
     }
     tensors = {f"layer.{i:03d}": layer for i, layer in enumerate(stored)}
     tensors[_IDS] = torch.from_numpy(np.array(chunk.token_ids, dtype=np.int32))
@@ -86,10 +88,11 @@ def read_header(reader: EntryReader, key: str) -> EntryHeader:
 
     Raises:
         CorruptChunkError: It is not a whole entry of this format, or it does not belong under `key`.
+        OSError: The medium does not answer.
     """
     try:
         return _parse_header(reader, key)
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+    except (ValueError, LookupError, TypeError, AttributeError, OverflowError, RecursionError) as error:
         raise CorruptChunkError(f"entry {key[:12]}: {error}") from error
 
 
@@ -98,12 +101,22 @@ def read_layer(reader: EntryReader, header: EntryHeader, layer_idx: int) -> Laye
 
     Raises:
         CorruptChunkError: The bytes do not match their checksum.
+        OSError: The medium does not answer.
     """
+    if layer_idx >= len(header.offsets):
+        raise CorruptChunkError(f"layer {layer_idx} of an entry of {len(header.offsets)}")
     data = reader.read(header.offsets[layer_idx], header.layer_bytes)
-    if xxhash.xxh3_128_hexdigest(data) != header.checksums[layer_idx]:
+    layer = torch.from_numpy(data).view(header.dtype).view(header.shape)
+    if _checksum(layer_idx, layer) != header.checksums[layer_idx]:
         raise CorruptChunkError(f"layer {layer_idx} does not match its checksum")
-    keys, values = torch.from_numpy(data).view(header.dtype).view(header.shape)
+    keys, values = layer
     return LayerKV(keys, values)
+
+
+def _checksum(layer_idx: int, layer: torch.Tensor) -> str:
+    digest = xxhash.xxh3_128(f"{layer_idx} {layer.dtype} {tuple(layer.shape)}".encode())
+    digest.update(layer.view(torch.uint8).numpy().data)
+    return digest.hexdigest()
 
 
 def _is_finite(tensor: torch.Tensor) -> bool:

@@ -43,9 +43,12 @@ def fingerprint_of(
 def _weights_digest(model: PreTrainedModel) -> str:
     # xxh3 guards against another checkpoint, not against an attacker who can choose the weights.
     digest = xxhash.xxh3_128()
-    for name, parameter in sorted(model.named_parameters()):
-        digest.update(f"{name}{tuple(parameter.shape)}{parameter.dtype}".encode())
-        digest.update(parameter.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
+    kept = model.state_dict(keep_vars=True)
+    # Quantised weights are buffers, not parameters. Buffers that are not saved follow from the configuration.
+    buffers = {name: buffer for name, buffer in model.named_buffers() if name in kept}
+    for name, tensor in sorted({**dict(model.named_parameters()), **buffers}.items()):
+        digest.update(f"{name}{tuple(tensor.shape)}{tensor.dtype}".encode())
+        digest.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
     return digest.hexdigest()
 
 

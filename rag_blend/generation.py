@@ -132,7 +132,10 @@ class TextStream(Iterator[str]):
         pieces: queue.Queue[str | BaseException | Generation] = queue.Queue()
         self._pieces = _until_stop(_drain(pieces, self._outcome), stop)
         self._thread = threading.Thread(
-            target=_work, args=(run, PieceStreamer(tokenizer, pieces.put), pieces), name="rag-blend-stream", daemon=True
+            target=_work,
+            args=(run, PieceStreamer(tokenizer, pieces.put), pieces),
+            name="rag-blend-stream",
+            daemon=True,
         )
         self._thread.start()
 

@@ -16,6 +16,7 @@ from tqdm.auto import tqdm
 from transformers import PreTrainedTokenizerBase
 from transformers.cache_utils import DynamicCache
 
+from rag_blend.cache import kv_of
 from rag_blend.catalog import ChunkCatalog
 from rag_blend.chunk import GENERIC_HEAD, NO_TOKENS, ChunkKV, ChunkOrigin, LayerKV, digest_ids
 from rag_blend.models import ModelAdapter
@@ -38,7 +39,7 @@ class IngestReport:
     Attributes:
         chunks: Chunks whose caches were computed and stored.
         tokens: Their tokens.
-        bytes: What they take in the store.
+        bytes: What was written for them, and for a new head.
         skipped: Texts that needed no work: stored already, given twice, or too short to be found again.
         seconds: Wall time.
     """
@@ -86,18 +87,20 @@ class ChunkPrefiller:
     def _run(self, ids: np.ndarray) -> DynamicCache:
         adapter = self._adapter
         cache = DynamicCache()
-        for layer_idx, layer in enumerate(self._prefix.layers if self._prefix else ()):
-            shared = (side.expand(len(ids), -1, -1, -1) for side in (layer.keys, layer.values))
-            cache.update(*shared, layer_idx)
+        if self._prefix is not None:
+            for layer_idx in range(adapter.num_layers):
+                keys, values = (side.expand(len(ids), -1, -1, -1) for side in kv_of(self._prefix, layer_idx))
+                cache.update(keys, values, layer_idx)
         input_ids = torch.from_numpy(ids).long().to(adapter.device)
         adapter.model.base_model(input_ids=input_ids, use_cache=True, **{adapter.cache_argument: cache})
         return cache
 
     def _rows(self, cache: DynamicCache, row: int, angles: Angles, start: int, end: int) -> list[LayerKV]:
         layers = []
-        for layer in cache.layers:
-            keys = self._adapter.rotary.unrotate(layer.keys[row : row + 1, :, start:end], angles.at(start, end))
-            layers.append(LayerKV(keys[0], layer.values[row, :, start:end].float()))
+        for layer_idx in range(self._adapter.num_layers):
+            keys, values = (side[row : row + 1, :, start:end] for side in kv_of(cache, layer_idx))
+            unrotated = self._adapter.rotary.unrotate(keys, angles.at(start, end))
+            layers.append(LayerKV(unrotated[0], values[0].float()))
         return layers
 
 
@@ -143,15 +146,14 @@ class Ingester:
             jobs = self._plan(chunks, head)
         self._link(jobs, documents)
         heads = [] if head is None else [self._head_job(head)]
-        todo = {job.key: job for job in [*heads, *jobs] if job is not None}
-        missing = [job for job in todo.values() if not self._know(job)]
+        missing = self._unknown([*heads, *jobs])
         num_bytes = self._compute(missing, progress)
-        computed = [job for job in missing if job.key in num_bytes]
+        computed = [job for job in missing if job.key in num_bytes and job not in heads]
         return IngestReport(
             chunks=len(computed),
             tokens=sum(len(job.token_ids) for job in computed),
             bytes=sum(num_bytes.values()),
-            skipped=len(texts) - sum(job not in heads for job in computed),
+            skipped=len(texts) - len(computed),
             seconds=time.perf_counter() - started,
         )
 
@@ -199,13 +201,16 @@ class Ingester:
         for document, needed in keys.items():
             self._store.link(document, needed)
 
-    def _know(self, job: _Job) -> bool:
-        """Whether the chunk is stored already; if so, the catalog learns of it."""
-        if not self._store.has(job.key):
-            return False
-        with self._lock:
-            self._catalog.add(job.key, job.origin, job.token_ids)
-        return True
+    def _unknown(self, jobs: Sequence[_Job | None]) -> list[_Job]:
+        """The jobs still to be done, each once; of what is stored already the catalog learns here."""
+        unknown = []
+        for job in {job.key: job for job in jobs if job is not None}.values():
+            if not self._store.has(job.key):
+                unknown.append(job)
+                continue
+            with self._lock:
+                self._catalog.add(job.key, job.origin, job.token_ids)
+        return unknown
 
     def _compute(self, jobs: Sequence[_Job], progress: bool) -> dict[str, int]:
         """Prefill and store; returns the bytes that each stored key takes."""

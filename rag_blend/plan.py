@@ -1,4 +1,4 @@
-"""From a prompt and the chunks found in it to a list of segments: what is reused, what is computed. Pure: no I/O."""
+"""From a prompt and the chunks found in it to segments: what is reused, what is computed. Pure: no I/O."""
 
 from __future__ import annotations
 

@@ -49,7 +49,13 @@ class LayerPrefetcher:
     """
 
     def __init__(
-        self, plan: BlendPlan, store: KVStore, adapter: ModelAdapter, angles: Angles, room: int, depth: int = 4
+        self,
+        plan: BlendPlan,
+        store: KVStore,
+        adapter: ModelAdapter,
+        angles: Angles,
+        room: int,
+        depth: int = 4,
     ) -> None:
         self._plan = plan
         self._store = store
@@ -79,9 +85,7 @@ class LayerPrefetcher:
         return kv
 
     def _load(self, layer_idx: int) -> LayerKV:
-        while not self._slots.acquire(timeout=0.5):
-            if self._stopped.is_set():
-                break
+        self._slots.acquire()
         if self._stopped.is_set():
             raise RuntimeError("the prefetcher was closed")
         start = time.perf_counter()
@@ -106,6 +110,7 @@ class LayerPrefetcher:
             self._store.discard_damaged(chunk.key, error)
             raise LostChunkError(chunk.key) from error
         except OSError as error:
+            self._store.count_unavailable(chunk.key, error)
             raise LostChunkError(chunk.key) from error
         return LayerKV(kv.keys.to(self._adapter.device), kv.values.to(self._adapter.device))
 
@@ -120,6 +125,7 @@ class LayerPrefetcher:
         self._stopped.set()
         for future in self._layers:
             future.cancel()
+        self._slots.release()  # wakes the reader if it waits for room; it then sees that it shall stop
         self._reader.shutdown(wait=True)
         for chunk in self._chunks.values():
             chunk.close()

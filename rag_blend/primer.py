@@ -17,7 +17,7 @@ from importlib import resources
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from rag_blend.chunk import digest_ids
+from rag_blend.chunk import digest_ids, digest_json
 from rag_blend.prompt import chunk_ids
 from rag_blend.store import KVStore
 
@@ -42,14 +42,24 @@ class Sample:
 
     def to_json(self) -> bytes:
         """As a small record."""
-        return json.dumps({"texts": [t.tolist() for t in self.texts], "documents": sorted(self.documents)}).encode()
+        fields = [[text.tolist() for text in self.texts], sorted(self.documents)]
+        return json.dumps({"sample": fields, "digest": digest_json(fields)}).encode()
 
     @classmethod
     def from_json(cls, data: bytes) -> Sample:
-        """From a record made by `to_json`."""
-        fields = json.loads(data)
-        texts = tuple(np.asarray(text, dtype=np.int32) for text in fields["texts"])
-        return cls(texts, frozenset(fields["documents"]))
+        """From a record made by `to_json`.
+
+        Raises:
+            ValueError: It is damaged.
+        """
+        try:
+            record = json.loads(data)
+            (texts, documents), digest = record["sample"], record["digest"]
+        except (LookupError, TypeError, RecursionError) as error:
+            raise ValueError(f"not a priming sample: {error}") from error
+        if digest_json(record["sample"]) != digest:
+            raise ValueError("a priming sample that does not match its digest")
+        return cls(tuple(np.asarray(text, dtype=np.int32) for text in texts), frozenset(documents))
 
 
 class Primer:
@@ -112,13 +122,18 @@ class Primer:
         return next((text for text, runs in self._texts if mine.isdisjoint(runs)), self._texts[-1][0])
 
     def _recorded_sample(self) -> Sample | None:
-        data = self._store.backend.get_record(self._record)
         try:
-            return None if data is None else Sample.from_json(data)
-        except (ValueError, KeyError, TypeError):
-            logger.warning("the recorded priming sample is damaged; a new one will be drawn")
-            self._store.backend.delete_record(self._record)
-            return None
+            data = self._store.backend.get_record(self._record)
+            if data is None:
+                return None
+            try:
+                return Sample.from_json(data)
+            except ValueError:
+                logger.warning("the recorded priming sample is damaged; a new one will be drawn")
+                self._store.backend.delete_record(self._record)
+        except OSError as error:
+            logger.warning("the recorded priming sample cannot be read: %s", error)
+        return None
 
 
 def draw_sample(chunks: Sequence[np.ndarray], documents: Sequence[str], num_tokens: int) -> Sample | None:
@@ -127,8 +142,8 @@ def draw_sample(chunks: Sequence[np.ndarray], documents: Sequence[str], num_toke
     The choice depends on the passages' contents only, not on their order.
 
     Returns:
-        None when the collection has less than eight times `num_tokens`: too many of its chunks would be primed
-        with parts of themselves.
+        None when the collection has less than eight times `num_tokens` (too many of its chunks would be primed
+        with parts of themselves), or too few passages.
     """
     unique = {chunk.tobytes(): (chunk, document) for chunk, document in zip(chunks, documents, strict=True)}
     if sum(len(chunk) for chunk, _ in unique.values()) < 8 * num_tokens:
@@ -141,11 +156,11 @@ def draw_sample(chunks: Sequence[np.ndarray], documents: Sequence[str], num_toke
             chunk, document = unique[order.pop()]
             parts.append(chunk[: min(missing, max(_SHARED_RUN, num_tokens // _PASSAGES))])
             sources.add(document)
+        if missing > 0:
+            return None
         texts.append(np.concatenate(parts))
     return Sample(tuple(texts), frozenset(sources - {""}))
 
 
 def _runs(ids: np.ndarray) -> set[bytes]:
     return {ids[i : i + _SHARED_RUN].tobytes() for i in range(len(ids) - _SHARED_RUN + 1)}
-
-

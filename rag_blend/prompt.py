@@ -7,6 +7,8 @@ from collections.abc import Sequence
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
+_MAX_ID = 2**31 - 1
+
 
 def prompt_ids(
     tokenizer: PreTrainedTokenizerBase, prompt: str | Sequence[int], add_special_tokens: bool | None = None
@@ -21,18 +23,20 @@ def prompt_ids(
             has rendered: that is what ``tokenizer.apply_chat_template(tokenize=True)`` does.
 
     Raises:
-        ValueError: There are no tokens.
+        ValueError: There are no tokens, or something else than tokens.
     """
     if isinstance(prompt, str):
         if add_special_tokens is None:
             bos = tokenizer.bos_token
             add_special_tokens = not (bos and prompt.startswith(bos))
-        ids = np.asarray(tokenizer(prompt, add_special_tokens=add_special_tokens)["input_ids"], dtype=np.int32)
+        ids = np.asarray(tokenizer(prompt, add_special_tokens=add_special_tokens)["input_ids"])
     else:
-        ids = np.asarray(prompt, dtype=np.int32)
+        ids = np.asarray(prompt)
     if ids.ndim != 1 or not len(ids):
         raise ValueError("the prompt has no tokens; pass some text or a flat list of token ids")
-    return ids
+    if ids.dtype.kind not in "iu" or ids.min() < 0 or ids.max() > _MAX_ID:
+        raise ValueError("the prompt is neither text nor a flat list of token ids")
+    return ids.astype(np.int32)
 
 
 def bos_ids(tokenizer: PreTrainedTokenizerBase) -> np.ndarray:

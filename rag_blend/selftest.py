@@ -9,7 +9,7 @@ import torch
 from transformers.cache_utils import DynamicCache
 
 from rag_blend.blend import BlendPass
-from rag_blend.cache import BlendCache
+from rag_blend.cache import BlendCache, kv_of
 from rag_blend.chunk import LayerKV
 from rag_blend.errors import UnsupportedModelError
 from rag_blend.match import Match
@@ -39,8 +39,9 @@ def check_model(adapter: ModelAdapter) -> None:
     with torch.no_grad():
         cache = DynamicCache()
         logits = _forward(adapter, input_ids, cache)
-        worthless = _Rows([LayerKV(torch.full_like(x.keys, 7.0), torch.full_like(x.values, 7.0)) for x in cache.layers])
-        exact = _Rows([LayerKV(x.keys, x.values) for x in cache.layers])
+        layers = [kv_of(cache, i) for i in range(adapter.num_layers)]
+        exact = _Rows(layers)
+        worthless = _Rows([LayerKV(*(torch.full_like(side, 7.0) for side in kv)) for kv in layers])
         _require_equal(adapter, _blend(adapter, input_ids, AllSelector(), worthless), logits, "full recompute")
         _require_equal(adapter, _blend(adapter, input_ids, _EveryOther(), exact), logits, "partial recompute")
         _check_rotation(adapter, input_ids)
@@ -63,7 +64,8 @@ class _Rows:
 
 def _forward(adapter: ModelAdapter, input_ids: torch.Tensor, cache: Any) -> torch.Tensor:
     kwargs = {adapter.cache_argument: cache}
-    return adapter.model(input_ids=input_ids, use_cache=True, **kwargs).logits[0, -1].float()
+    logits: torch.Tensor = adapter.model(input_ids=input_ids, use_cache=True, **kwargs).logits
+    return logits[0, -1].float()
 
 
 def _blend(adapter: ModelAdapter, input_ids: torch.Tensor, selector: TokenSelector, rows: _Rows) -> torch.Tensor:
@@ -84,7 +86,7 @@ def _check_rotation(adapter: ModelAdapter, input_ids: torch.Tensor) -> None:
 
 
 def _keys_at_two_places(adapter: ModelAdapter, input_ids: torch.Tensor, shift: int) -> list[tuple[LayerKV, LayerKV]]:
-    """Each layer's fresh keys for the same hidden states at positions 0… and at positions `shift`…"""
+    """Each layer's fresh keys for the same hidden states at positions from 0 on and from `shift` on."""
     found: list[tuple[LayerKV, LayerKV]] = []
 
     def before_layer(layer_idx: int, hidden_states: torch.Tensor, kwargs: dict[str, Any]) -> torch.Tensor:

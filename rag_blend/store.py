@@ -1,7 +1,8 @@
-"""The chunk store: entries of one model and tenant in a storage backend. Anything doubtful is a counted miss."""
+"""The chunk store: entries of one model and tenant in a storage backend. Anything doubtful is a miss."""
 
 from __future__ import annotations
 
+import json
 import logging
 import threading
 from collections import Counter, OrderedDict
@@ -40,6 +41,7 @@ class StoredChunk:
 
         Raises:
             CorruptChunkError: The bytes are not what was written.
+            OSError: The medium does not answer.
         """
         return read_layer(self._reader, self.header, layer_idx)
 
@@ -119,9 +121,16 @@ class KVStore:
         """Set a damaged entry aside and count it."""
         logger.warning("setting a damaged cache entry aside, it will be recomputed: %s", reason)
         self._count("corrupt")
-        self.backend.quarantine(key)
-        with self._lock:
-            self._headers.pop(key, None)
+        try:
+            self.backend.quarantine(key)
+        except OSError as error:
+            self.count_unavailable(key, error)
+        self._forget_header(key)
+
+    def count_unavailable(self, key: str, reason: Exception) -> None:
+        """Count an entry that the medium did not deliver."""
+        logger.warning("cache entry %s cannot be read, it will be recomputed: %s", key[:12], reason)
+        self._count("unavailable")
 
     def has(self, key: str) -> bool:
         """Whether a readable entry of this model and tenant is there."""
@@ -154,25 +163,36 @@ class KVStore:
 
     def scan(self) -> Iterator[tuple[str, EntryHeader]]:
         """All entries of this model and tenant; others are counted and skipped."""
-        for key in self.backend.keys():
-            try:
-                stored = self.open(key)
-            except StoreError:
-                continue
-            stored.close()
-            yield key, stored.header
+        try:
+            for key in self.backend.keys():
+                try:
+                    stored = self.open(key)
+                except StoreError:
+                    continue
+                stored.close()
+                yield key, stored.header
+        except OSError as error:
+            logger.warning("not all stored cache entries could be listed: %s", error)
+            self._count("unavailable")
 
     def link(self, document: str, keys: Iterable[str]) -> None:
         """Record which entries a document of this tenant needs."""
         self.backend.link(self._document(document), keys)
 
     def forget(self, document: str) -> list[str]:
-        """Delete the entries that only this document of this tenant needs; returns their keys."""
+        """Delete the entries that only this document of this tenant needs; returns their keys.
+
+        Raises:
+            OSError: The medium refused. What was not deleted is still known as the document's: call again.
+        """
         keys = self.backend.unlink(self._document(document))
-        for key in keys:
-            self.backend.delete(key)
-            with self._lock:
-                self._headers.pop(key, None)
+        for done, key in enumerate(keys):
+            self._forget_header(key)
+            try:
+                self.backend.delete(key)
+            except OSError:
+                self.backend.link(self._document(document), keys[done:])
+                raise
         return keys
 
     def record_name(self, *parts: str) -> str:
@@ -182,21 +202,26 @@ class KVStore:
     def _open(self, key: str) -> StoredChunk:
         try:
             reader = self.backend.open(key)
-        except OSError as error:
-            self._count("unavailable")
-            raise StoreError(f"{key[:12]}: {error}") from error
-        try:
-            header = read_header(reader, key)
-            self._refuse_foreign(header)
-        except BaseException as error:
-            reader.close()
-            if isinstance(error, CorruptChunkError):
-                self.discard_damaged(key, error)
+            try:
+                header = read_header(reader, key)
+                self._refuse_foreign(header)
+            except BaseException:
+                reader.close()
+                raise
+        except CorruptChunkError as error:
+            self.discard_damaged(key, error)
             raise
+        except OSError as error:
+            self.count_unavailable(key, error)
+            raise StoreError(f"{key[:12]}: {error}") from error
         return StoredChunk(key, header, reader)
 
+    def _forget_header(self, key: str) -> None:
+        with self._lock:
+            self._headers.pop(key, None)
+
     def _document(self, document: str) -> str:
-        return f"{self.namespace}\x1f{document}"
+        return json.dumps([self.namespace, document])  # no choice of names makes two tenants' documents meet
 
     def _refuse_foreign(self, header: EntryHeader) -> None:
         origin = header.origin

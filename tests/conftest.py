@@ -87,7 +87,11 @@ def small_tokenizer(adds_bos: bool = False) -> PreTrainedTokenizerFast:
 
         backend.post_processor = TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
     return PreTrainedTokenizerFast(
-        tokenizer_object=backend, bos_token="<s>", eos_token="</s>", pad_token="<pad>", chat_template=CHAT_TEMPLATE
+        tokenizer_object=backend,
+        bos_token="<s>",
+        eos_token="</s>",
+        pad_token="<pad>",
+        chat_template=CHAT_TEMPLATE,
     )
 
 
@@ -111,7 +115,13 @@ def make_engine(tokenizer: PreTrainedTokenizerFast) -> Iterator[Callable[..., Bl
     def make(
         family: str = "llama", rope: str = "default", model: PreTrainedModel | None = None, **options: Any
     ) -> BlendEngine:
-        options = {"storage": None, "prime": "none", "kv_dtype": torch.float32, "tokenizer": tokenizer, **options}
+        options = {
+            "storage": None,
+            "prime": "none",
+            "kv_dtype": torch.float32,
+            "tokenizer": tokenizer,
+            **options,
+        }
         engine = BlendEngine(model or random_model(family, rope), options.pop("tokenizer"), **options)
         engines.append(engine)
         return engine

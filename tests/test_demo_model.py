@@ -204,9 +204,7 @@ def test_processes_that_come_together_convert_once(tmp_path: Path):
 
 @pytest.mark.skipif(sys.platform == "win32", reason="there is no SIGKILL on Windows")
 @pytest.mark.timeout(120)
-def test_what_a_killed_conversion_leaves_is_no_model_and_is_swept(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_what_a_killed_conversion_leaves_is_no_model_and_is_swept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     process = start(tmp_path, "die")
     process.communicate(timeout=60)
     assert process.returncode != 0

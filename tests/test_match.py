@@ -600,9 +600,7 @@ def test_no_equal_run_is_missed(case: tuple[list[Ids], Ids]) -> None:
     prompt=st.lists(st.integers(0, 1), max_size=200),
     period=st.integers(1, 5),
 )
-def test_repetitive_text_never_breaks_a_promise(
-    chunks: list[list[int]], prompt: list[int], period: int
-) -> None:
+def test_repetitive_text_never_breaks_a_promise(chunks: list[list[int]], prompt: list[int], period: int) -> None:
     """Two ids only and short periods: everything is like everything. `Library.match` checks the promises."""
     periodic = [np.resize(np.asarray(ids[:period], np.int32), len(ids)) for ids in chunks]
     library = Library([np.asarray(ids, np.int32) for ids in chunks] + periodic)

@@ -48,9 +48,7 @@ def make_prompt(
 
 def main() -> None:
     """Parse the command line, measure, print."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--chunks", type=int, default=100_000, help="chunks in the index")
     parser.add_argument("--chunk-tokens", type=int, default=512, help="tokens of each chunk")
     parser.add_argument("--prompt-tokens", type=int, default=8_000, help="tokens of each prompt")
@@ -79,10 +77,14 @@ def main() -> None:
         covered = sum(match.length for match in matches)
 
     print(f"{args.chunks:,} chunks of {args.chunk_tokens} tokens, prompts of {args.prompt_tokens:,} tokens")
-    print(f"match: median {statistics.median(times):.1f} ms, min {min(times):.1f}, max {max(times):.1f}"
-          f" ({args.repeats} prompts; {covered} tokens covered by {len(rows)} chunks in the last)")
-    print(f"index: {index.nbytes * 64 / (args.chunks * args.chunk_tokens):.1f} bytes per 64 tokens,"
-          f" {index.nbytes / 2**20:.1f} MiB, built in {build_seconds:.1f} s")
+    print(
+        f"match: median {statistics.median(times):.1f} ms, min {min(times):.1f}, max {max(times):.1f}"
+        f" ({args.repeats} prompts; {covered} tokens covered by {len(rows)} chunks in the last)"
+    )
+    print(
+        f"index: {index.nbytes * 64 / (args.chunks * args.chunk_tokens):.1f} bytes per 64 tokens,"
+        f" {index.nbytes / 2**20:.1f} MiB, built in {build_seconds:.1f} s"
+    )
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ from rag_blend.storage.base import EntryReader, StorageBackend
 
 __all__ = ["EntryReader", "StorageBackend", "open_storage"]
 
-_SCHEME = re.compile(r"([a-z][a-z0-9_]*)://(.*)", re.DOTALL)
+_URL = re.compile(r"([A-Za-z][A-Za-z0-9_+.-]*)://(.*)", re.DOTALL)
 
 
 def open_storage(where: str | os.PathLike[str] | StorageBackend | None) -> StorageBackend:
@@ -21,14 +21,14 @@ def open_storage(where: str | os.PathLike[str] | StorageBackend | None) -> Stora
         where: A directory, a URL (``"disk://kv"``, ``"memory://"``), a backend, or None for memory.
 
     Raises:
-        ValueError: The URL's scheme has no backend here.
+        ValueError: The URL's scheme has no backend here, or the backend cannot use the rest of it.
     """
     if isinstance(where, StorageBackend):
         return where
     url = "memory://" if where is None else os.fspath(where)
-    found = _SCHEME.fullmatch(url)
-    scheme, rest = found.groups() if found else ("disk", url)
-    if scheme == "base":
+    found = _URL.fullmatch(url)
+    scheme, rest = (found[1].lower(), found[2]) if found else ("disk", url)
+    if scheme == "base" or not scheme.isidentifier():
         raise ValueError(f"no storage backend for {url!r}")
     try:
         module = importlib.import_module(f"rag_blend.storage.{scheme}")

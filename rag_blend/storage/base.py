@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator
 from types import TracebackType
@@ -12,6 +13,18 @@ import numpy.typing as npt
 from rag_blend.errors import ChunkNotFoundError
 
 Bytes = npt.NDArray[np.uint8]
+_KEY = re.compile(r"[0-9a-f]{64}")
+
+
+def checked_key(name: str) -> str:
+    """Returns `name` if it is a possible key or record name: 64 lower-case hex digits.
+
+    Raises:
+        ValueError: It is not.
+    """
+    if not _KEY.fullmatch(name):  # nothing else ever becomes the name of a file or of a remote object
+        raise ValueError(f"not a key: {name!r}")
+    return name
 
 
 class EntryReader(ABC):
@@ -41,8 +54,9 @@ class EntryReader(ABC):
 
 
 class StorageBackend(ABC):
-    """Entries under keys (64 hex digits), small records, and which documents need which keys. Knows no tensors.
+    """Entries under keys (64 hex digits), small records, which documents need which keys. Knows no tensors.
 
+    Every method may raise OSError when the medium does not answer, and ValueError for what cannot be a key.
     Implementations are safe to use from several threads. An entry is whole or absent: `write` publishes it in one
     step, and readers never see half of it.
     """
@@ -65,7 +79,7 @@ class StorageBackend(ABC):
 
     @abstractmethod
     def delete(self, key: str) -> bool:
-        """Remove an entry; returns whether it was there."""
+        """Remove an entry, and what `quarantine` kept of it; returns whether the entry was there."""
 
     @abstractmethod
     def quarantine(self, key: str) -> None:

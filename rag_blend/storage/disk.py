@@ -11,6 +11,7 @@ The files are private to the user (0700 / 0600): a KV cache reveals the text it 
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import re
 import secrets
@@ -23,10 +24,11 @@ from pathlib import Path
 import numpy as np
 
 from rag_blend.errors import ChunkNotFoundError, CorruptChunkError
-from rag_blend.storage.base import Bytes, EntryReader, StorageBackend
+from rag_blend.storage.base import Bytes, EntryReader, StorageBackend, checked_key
 
 SUFFIX = ".safetensors"
-_KEY = re.compile(r"[0-9a-f]{64}")
+_ENTRY = re.compile(rf"([0-9a-f]{{64}}){re.escape(SUFFIX)}")
+_TEMP = re.compile(r"[0-9a-f]{64}\.(?:safetensors|json)\.([1-9][0-9]{0,8})\.[0-9a-f]{8}\.tmp")
 _STALE_TEMP_SECONDS = 3600.0
 
 
@@ -40,7 +42,7 @@ class _FileReader(EntryReader):
     def read(self, offset: int, length: int) -> Bytes:
         # pread, never mmap: a file truncated by somebody else must be an error here, not a SIGBUS.
         data = np.empty(length, dtype=np.uint8)
-        rest = memoryview(data)
+        rest = data.data
         while rest:
             done = os.preadv(self._fd, [rest], offset)
             if done == 0:
@@ -73,6 +75,8 @@ class DiskBackend(StorageBackend):
     @classmethod
     def from_url(cls, rest: str) -> DiskBackend:
         """`disk://some/dir`, or just the directory."""
+        if not rest:
+            raise ValueError("disk:// needs a directory")
         return cls(rest)
 
     def write(self, key: str, data: bytes) -> None:
@@ -90,8 +94,10 @@ class DiskBackend(StorageBackend):
 
     def delete(self, key: str) -> bool:
         """See `StorageBackend.delete`."""
+        path = self._path(key)
+        _bad(path).unlink(missing_ok=True)  # it reveals the text as well
         try:
-            self._path(key).unlink()
+            path.unlink()
         except FileNotFoundError:
             return False
         return True
@@ -100,13 +106,14 @@ class DiskBackend(StorageBackend):
         """Rename to `.bad`, for inspection; if even that fails, the entry stays and is refused again."""
         path = self._path(key)
         with contextlib.suppress(OSError):
-            os.replace(path, path.with_name(path.name + ".bad"))
+            os.replace(path, _bad(path))
 
     def keys(self) -> Iterator[str]:
         """See `StorageBackend.keys`."""
         for path in self.directory.glob(f"[0-9a-f][0-9a-f]/*{SUFFIX}"):
-            if _KEY.fullmatch(path.name.removesuffix(SUFFIX)):
-                yield path.name.removesuffix(SUFFIX)
+            found = _ENTRY.fullmatch(path.name)
+            if found:
+                yield found[1]
 
     def link(self, document: str, keys: Iterable[str]) -> None:
         """See `StorageBackend.link`."""
@@ -138,84 +145,110 @@ class DiskBackend(StorageBackend):
         self._documents.close()
 
     def _path(self, key: str) -> Path:
-        return self.directory / _checked(key)[:2] / f"{key}{SUFFIX}"
+        return self.directory / checked_key(key)[:2] / f"{key}{SUFFIX}"
 
     def _record_path(self, name: str) -> Path:
-        return self.directory / "records" / f"{_checked(name)}.json"
+        return self.directory / "records" / f"{checked_key(name)}.json"
 
     def _sweep_stale_temps(self) -> None:
         """Remove what killed writers left behind: old, and of a process that is no more."""
         oldest = time.time() - _STALE_TEMP_SECONDS
         for temp in self.directory.glob("*/*.tmp"):
+            found = _TEMP.fullmatch(temp.name)  # other people's files are none of our business
             with contextlib.suppress(OSError):
-                if temp.stat().st_mtime < oldest and not _is_running(temp.name.split(".")[-3]):
+                if found and temp.stat().st_mtime < oldest and not _is_running(int(found[1])):
                     temp.unlink()
 
 
 class _DocumentTable:
-    """document -> keys, shared by all processes that use the directory."""
+    """document -> keys, shared by all processes that use the directory.
+
+    Opened when first needed: a query needs no table, so it is answered from a read-only directory as well.
+    """
 
     def __init__(self, path: Path) -> None:
+        self._path = path
         self._lock = threading.Lock()
-        self._db = sqlite3.connect(path, timeout=30.0, check_same_thread=False, isolation_level=None)
-        with contextlib.suppress(OSError):
-            path.chmod(0o600)
-        self._db.execute("PRAGMA journal_mode=WAL")
-        self._db.execute("CREATE TABLE IF NOT EXISTS needs (document TEXT, key TEXT, PRIMARY KEY (document, key))")
-        self._db.execute("CREATE INDEX IF NOT EXISTS needs_key ON needs (key)")
+        self._by_process: dict[int, sqlite3.Connection] = {}  # a connection must not be used across a fork
 
     def link(self, document: str, keys: Iterable[str]) -> None:
-        with self._transaction():
-            self._db.executemany(
-                "INSERT OR IGNORE INTO needs VALUES (?, ?)", [(document, key) for key in keys]
-            )
+        rows = [(document, key) for key in keys]
+        with self._transaction() as db:
+            db.executemany("INSERT OR IGNORE INTO needs VALUES (?, ?)", rows)
 
     def unlink(self, document: str) -> list[str]:
-        with self._transaction():
-            orphans = self._db.execute(
+        with self._transaction() as db:
+            orphans = db.execute(
                 "SELECT key FROM needs AS mine WHERE document = ? AND NOT EXISTS "
                 "(SELECT 1 FROM needs WHERE key = mine.key AND document <> mine.document)",
                 (document,),
             ).fetchall()
-            self._db.execute("DELETE FROM needs WHERE document = ?", (document,))
+            db.execute("DELETE FROM needs WHERE document = ?", (document,))
         return sorted(key for (key,) in orphans)
 
     @contextlib.contextmanager
-    def _transaction(self) -> Iterator[None]:
-        with self._lock:
-            self._db.execute("BEGIN IMMEDIATE")
-            try:
-                yield
-            except BaseException:
-                self._db.execute("ROLLBACK")
-                raise
-            self._db.execute("COMMIT")
+    def _transaction(self) -> Iterator[sqlite3.Connection]:
+        try:
+            with self._lock:
+                db = self._connection()
+                db.execute("BEGIN IMMEDIATE")
+                try:
+                    yield db
+                    db.execute("COMMIT")
+                except BaseException:
+                    if db.in_transaction:
+                        db.execute("ROLLBACK")
+                    raise
+        except sqlite3.Error as error:
+            raise OSError(f"{self._path}: {error}") from error
+
+    def _connection(self) -> sqlite3.Connection:
+        pid = os.getpid()
+        if pid not in self._by_process:
+            with contextlib.suppress(FileExistsError):
+                os.close(os.open(self._path, os.O_CREAT | os.O_EXCL, 0o600))  # SQLite would make it 0644
+            self._by_process[pid] = _connected(self._path)
+        return self._by_process[pid]
 
     def close(self) -> None:
         with self._lock:
-            self._db.close()
+            db = self._by_process.pop(os.getpid(), None)
+            if db is not None:
+                db.close()
 
 
-def _checked(name: str) -> str:
-    if not _KEY.fullmatch(name):  # the only names that ever reach the file system
-        raise ValueError(f"not a key: {name!r}")
-    return name
-
-
-def _is_running(pid: str) -> bool:
+def _connected(path: Path) -> sqlite3.Connection:
+    db = sqlite3.connect(path, timeout=30.0, check_same_thread=False, isolation_level=None)
     try:
-        os.kill(int(pid), 0)
+        db.execute("PRAGMA journal_mode=WAL")
+        db.execute("CREATE TABLE IF NOT EXISTS needs (document TEXT, key TEXT, PRIMARY KEY (document, key))")
+        db.execute("CREATE INDEX IF NOT EXISTS needs_key ON needs (key)")
+    except BaseException:
+        db.close()
+        raise
+    return db
+
+
+def _bad(path: Path) -> Path:
+    return path.with_name(path.name + ".bad")
+
+
+def _is_running(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
     except PermissionError:
         return True
-    except (OSError, ValueError):
+    except OSError:
         return False
     return True
 
 
 @contextlib.contextmanager
 def _published_at(path: Path, data: bytes) -> Iterator[Path]:
-    """Write `data` to a temp file beside `path`; the caller gives it its name, then the directory is synced."""
-    path.parent.mkdir(exist_ok=True, mode=0o700)
+    """Write `data` to a temp file beside `path`; the caller names it, then the directory is synced."""
+    with contextlib.suppress(FileExistsError):
+        path.parent.mkdir(mode=0o700)
+        _fsync_directory(path.parent.parent)
     temp = path.with_name(f"{path.name}.{os.getpid()}.{secrets.token_hex(4)}.tmp")
     try:
         _write_durably(temp, data)
@@ -231,7 +264,10 @@ def _write_durably(path: Path, data: bytes) -> None:
     try:
         rest = memoryview(data)
         while rest:  # a full disk shows itself as a short write before it raises
-            rest = rest[os.write(fd, rest) :]
+            done = os.write(fd, rest)
+            if not done:
+                raise OSError(errno.EIO, "nothing could be written", str(path))
+            rest = rest[done:]
         os.fsync(fd)
     finally:
         os.close(fd)

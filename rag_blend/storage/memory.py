@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator
 import numpy as np
 
 from rag_blend.errors import ChunkNotFoundError, CorruptChunkError
-from rag_blend.storage.base import Bytes, EntryReader, StorageBackend
+from rag_blend.storage.base import Bytes, EntryReader, StorageBackend, checked_key
 
 
 class _MemoryReader(EntryReader):
@@ -45,12 +45,12 @@ class MemoryBackend(StorageBackend):
     def write(self, key: str, data: bytes) -> None:
         """See `StorageBackend.write`."""
         with self._lock:
-            self._entries[key] = np.frombuffer(bytearray(data), dtype=np.uint8)
+            self._entries[checked_key(key)] = np.frombuffer(bytearray(data), dtype=np.uint8)
 
     def open(self, key: str) -> EntryReader:
         """See `StorageBackend.open`."""
         with self._lock:
-            data = self._entries.get(key)
+            data = self._entries.get(checked_key(key))
         if data is None:
             raise ChunkNotFoundError(key)
         return _MemoryReader(data)
@@ -58,7 +58,7 @@ class MemoryBackend(StorageBackend):
     def delete(self, key: str) -> bool:
         """See `StorageBackend.delete`."""
         with self._lock:
-            return self._entries.pop(key, None) is not None
+            return self._entries.pop(checked_key(key), None) is not None
 
     def quarantine(self, key: str) -> None:
         """Drops the entry: memory has no place for evidence."""
@@ -82,12 +82,12 @@ class MemoryBackend(StorageBackend):
 
     def get_record(self, name: str) -> bytes | None:
         """See `StorageBackend.get_record`."""
-        return self._records.get(name)
+        return self._records.get(checked_key(name))
 
     def put_record(self, name: str, data: bytes) -> None:
         """See `StorageBackend.put_record`."""
-        self._records.setdefault(name, data)
+        self._records.setdefault(checked_key(name), bytes(data))
 
     def delete_record(self, name: str) -> None:
         """See `StorageBackend.delete_record`."""
-        self._records.pop(name, None)
+        self._records.pop(checked_key(name), None)

@@ -1,4 +1,4 @@
-"""BlendLLM against LlamaIndex's LLM contract, on an engine whose every step can be watched and made to fail."""
+"""BlendLLM against LlamaIndex's LLM contract, on an engine whose steps can be watched and made to fail."""
 
 import asyncio
 import copy
@@ -32,13 +32,14 @@ CHAT_TEMPLATE = (
 )
 NO_SYSTEM = (
     "{% for m in messages %}{% if m.role == 'system' %}{{ raise_exception('no system role') }}{% endif %}"
-    "{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}{{ raise_exception('roles must alternate') }}{% endif %}"
+    "{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}"
+    "{{ raise_exception('roles must alternate') }}{% endif %}"
     "{% endfor %}" + CHAT_TEMPLATE
 )
 DROPS_SYSTEM = CHAT_TEMPLATE.replace("messages %}", "messages if m.role != 'system' %}", 1)
-FIRST_SYSTEM_ONLY = CHAT_TEMPLATE.replace(
-    "messages %}", "messages if m.role != 'system' or loop.first %}", 1
-).replace("loop.first", "m == messages[0]")
+FIRST_SYSTEM_ONLY = CHAT_TEMPLATE.replace("messages %}", "messages if m.role != 'system' or loop.first %}", 1).replace(
+    "loop.first", "m == messages[0]"
+)
 
 
 def byte_tokenizer(chat_template=None):

@@ -1,5 +1,6 @@
 """BlendLLM: a LlamaIndex LLM that reuses the KV caches of the retrieved chunks."""
 
+import logging
 import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -29,13 +30,20 @@ from llama_index.core.prompts import BasePromptTemplate
 from llama_index.core.prompts.default_prompt_selectors import DEFAULT_TEXT_QA_PROMPT_SEL
 from llama_index.llms.rag_blend import responses
 from llama_index.llms.rag_blend.engine_handle import NO_MODEL, EngineHandle, ModelFacts
-from llama_index.llms.rag_blend.head import head_ids
+from llama_index.llms.rag_blend.head import head_ids, says_today
 from llama_index.llms.rag_blend.messages import Prompt, render_chat
 from llama_index.llms.rag_blend.options import generation_options
 from llama_index.llms.rag_blend.threads import call_in_thread, iterate_in_thread
 from llama_index.llms.rag_blend.vector_store import attach_index
 
 from rag_blend import BlendEngine, IngestReport
+
+logger = logging.getLogger(__name__)
+
+_DATED_HEAD = (
+    "The model's chat template writes today's date in front of the context, so what is cached today is not "
+    "reused tomorrow. Fix the date, for Llama 3.2 with chat_template_kwargs={'date_string': '26 Jul 2024'}."
+)
 
 # These belong to the process, not to the configuration: a copy in another process gets its own.
 _NOT_PICKLED = frozenset({"callback_manager", "rate_limiter"})
@@ -190,9 +198,7 @@ class BlendLLM(CustomLLM):
         return self._complete(lambda: self._completion_prompt(prompt, formatted), kwargs)
 
     @llm_completion_callback()
-    def stream_complete(
-        self, prompt: str, formatted: bool = False, **kwargs: object
-    ) -> CompletionResponseGen:
+    def stream_complete(self, prompt: str, formatted: bool = False, **kwargs: object) -> CompletionResponseGen:
         """Complete a prompt piece by piece; closing the generator stops the computation.
 
         Args:
@@ -403,11 +409,12 @@ class BlendLLM(CustomLLM):
         """
         return attach_index(self, index, self._head_of(head, text_qa_template), show_progress)
 
-    def _head_of(
-        self, head: str | Sequence[int] | None, text_qa_template: BasePromptTemplate | None
-    ) -> list[int]:
+    def _head_of(self, head: str | Sequence[int] | None, text_qa_template: BasePromptTemplate | None) -> list[int]:
         if head is None:
-            return self.head(text_qa_template)
+            ids = self.head(text_qa_template)
+            if not self.chat_template_kwargs and says_today(self.engine.tokenizer, ids):
+                logger.warning(_DATED_HEAD)
+            return ids
         if isinstance(head, str):
             special = False if self.metadata.is_chat_model else None
             return head_ids(self.engine.tokenizer, lambda context: Prompt(head + context, special))

@@ -6,6 +6,7 @@ with several stand-ins and only the tokens that all of them share are kept: they
 prompt that this template makes.
 """
 
+import datetime
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -38,6 +39,12 @@ def head_ids(tokenizer: Any, render: Callable[[str], Prompt]) -> list[int]:
     head = prompts[0]._replace(text=prompts[0].text[:cut])
     # The cut text bounds the result where a tokenizer maps all stand-ins to one unknown token.
     return _common_prefix([token_ids(tokenizer, prompt) for prompt in (head, *prompts)])
+
+
+def says_today(tokenizer: Any, head: Sequence[int]) -> bool:
+    """Tell whether the chat template wrote today's date into the head, as Llama 3.2's does."""
+    template = str(getattr(tokenizer, "chat_template", None) or "")
+    return "strftime_now" in template and str(datetime.date.today().year) in tokenizer.decode(head)
 
 
 def token_ids(tokenizer: Any, prompt: Prompt) -> list[int]:

@@ -61,9 +61,7 @@ def render_chat(tokenizer: Any, messages: Sequence[ChatMessage], options: Mappin
     accepted: str | None = None
     for form in (turns, _join_neighbours(turns), _fold_system(turns)):
         try:
-            text = str(
-                tokenizer.apply_chat_template(form, tokenize=False, add_generation_prompt=True, **options)
-            )
+            text = str(tokenizer.apply_chat_template(form, tokenize=False, add_generation_prompt=True, **options))
         except TemplateError as error:
             refusal = refusal or error
             continue

@@ -7,9 +7,7 @@ from typing import Any
 _SAMPLING_ONLY = ("temperature", "top_p", "top_k", "min_p", "typical_p")
 
 
-def generation_options(
-    defaults: Mapping[str, Any], call: Mapping[str, Any], max_new_tokens: int
-) -> dict[str, Any]:
+def generation_options(defaults: Mapping[str, Any], call: Mapping[str, Any], max_new_tokens: int) -> dict[str, Any]:
     """Merge constructor defaults and per-call arguments into engine arguments.
 
     Args:

@@ -38,9 +38,7 @@ async def call_in_thread(call: Callable[[], T], cancel: threading.Event | None =
     return result
 
 
-async def iterate_in_thread(
-    start: Callable[[], Iterator[T]], cancel: threading.Event
-) -> AsyncGenerator[T, None]:
+async def iterate_in_thread(start: Callable[[], Iterator[T]], cancel: threading.Event) -> AsyncGenerator[T, None]:
     """Iterate over a blocking iterator without blocking the event loop.
 
     Nothing runs before the first item is awaited.

@@ -179,9 +179,7 @@ class BlendVectorStore(BasePydanticVectorStore):
 
     # -- everything else is the inner store's --
 
-    def get_nodes(
-        self, node_ids: list[str] | None = None, filters: MetadataFilters | None = None
-    ) -> list[BaseNode]:
+    def get_nodes(self, node_ids: list[str] | None = None, filters: MetadataFilters | None = None) -> list[BaseNode]:
         """Return nodes of the inner store."""
         return self._inner.get_nodes(node_ids, filters)
 
@@ -226,9 +224,7 @@ class BlendVectorStore(BasePydanticVectorStore):
         return self._cache.bind(nodes_of_index(index, self._inner), head, show_progress)
 
 
-def attach_index(
-    llm: "BlendLLM", index: BaseIndex[Any], head: Sequence[int], show_progress: bool
-) -> IngestReport:
+def attach_index(llm: "BlendLLM", index: BaseIndex[Any], head: Sequence[int], show_progress: bool) -> IngestReport:
     """Wrap an index's vector store unless that is done already, and cache what the index holds.
 
     Args:

@@ -1,0 +1,151 @@
+"""One prompt: look for stored chunks, plan, and run the model on a cache that blends them in."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import TypeVar
+
+import numpy as np
+
+from rag_blend.blend import BlendPass
+from rag_blend.cache import BlendCache
+from rag_blend.catalog import ChunkCatalog
+from rag_blend.generation import GenerationStats
+from rag_blend.models import ModelAdapter
+from rag_blend.plan import BlendPlan, plan_blend
+from rag_blend.prefetch import LayerPrefetcher, LostChunkError
+from rag_blend.selectors import TokenSelector, selector_of
+from rag_blend.store import KVStore
+
+logger = logging.getLogger(__name__)
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class BlendPolicy:
+    """How a prompt is treated.
+
+    Attributes:
+        selector: Chooses the reusable tokens to recompute.
+        ratio: Share of them; None is the selector's default.
+        reuse: False: plain full prefill.
+    """
+
+    selector: TokenSelector
+    ratio: float | None = None
+    reuse: bool = True
+
+    @classmethod
+    def of(cls, selector: str | TokenSelector, ratio: float | None, reuse: bool = True) -> BlendPolicy:
+        """Check and resolve what a user asked for.
+
+        Raises:
+            ValueError: The ratio is not between 0 and 1, or no selector has this name.
+        """
+        if ratio is not None and not 0.0 <= ratio <= 1.0:
+            raise ValueError(f"recompute_ratio must lie between 0 and 1, got {ratio}")
+        chosen = selector_of("all" if ratio == 1.0 else selector)
+        return cls(chosen, 1.0 if chosen.default_ratio == 1.0 else ratio, reuse)
+
+    @property
+    def recomputes_everything(self) -> bool:
+        """Whether nothing at all may come from the store."""
+        return self.ratio == 1.0
+
+
+class PromptRunner:
+    """Runs the model on prompts. Not thread-safe: the engine serialises.
+
+    Args:
+        adapter: The model.
+        store: Where stored rows come from.
+    """
+
+    def __init__(self, adapter: ModelAdapter, store: KVStore) -> None:
+        self._adapter = adapter
+        self._store = store
+
+    def run(
+        self,
+        ids: np.ndarray,
+        catalog: ChunkCatalog,
+        policy: BlendPolicy,
+        call: Callable[[BlendCache], T],
+        room: int = 0,
+        cancel: threading.Event | None = None,
+    ) -> tuple[T, GenerationStats]:
+        """Let `call` run the model over a prompt with a cache that blends.
+
+        Args:
+            ids: The prompt, int32, shape (num_tokens,).
+            catalog: Chunks that may be used; those that prove unusable are removed from it.
+            policy: How to treat the prompt.
+            call: Runs the model's forward or `generate` on the whole prompt with the given cache. It is called again
+                if a chunk turns out to be damaged during the prefill.
+            room: How many tokens will be decoded.
+            cancel: Checked before each layer.
+
+        Returns:
+            What `call` returned, and the prompt's stats without `ttft_s`.
+        """
+        lost = 0
+        while True:
+            plan, elsewhere = self._plan(ids, catalog, policy)
+            try:
+                value, stats = self._run_plan(plan, policy, call, room, cancel)
+            except LostChunkError as error:
+                catalog.remove([error.key])
+                lost += 1
+                continue
+            return value, replace(stats, misses=lost + elsewhere)
+
+    def _plan(self, ids: np.ndarray, catalog: ChunkCatalog, policy: BlendPolicy) -> tuple[BlendPlan, int]:
+        if not policy.reuse:
+            return BlendPlan(len(ids), ()), 0
+        found = catalog.find(ids)
+        if found.elsewhere:
+            logger.info(
+                "%d stored chunks lie in this prompt but were cached behind another head, so they are not reused; "
+                "ingest them with this prompt's head, or use any_head=True", len(found.elsewhere),
+            )  # fmt: skip
+        if policy.recomputes_everything:  # even what would be exact, but for 16-bit storage
+            return plan_blend(len(ids), [], [*found.prefix, *found.chunks]), len(found.elsewhere)
+        return plan_blend(len(ids), found.prefix, found.chunks), len(found.elsewhere)
+
+    def _run_plan(
+        self,
+        plan: BlendPlan,
+        policy: BlendPolicy,
+        call: Callable[[BlendCache], T],
+        room: int,
+        cancel: threading.Event | None,
+    ) -> tuple[T, GenerationStats]:
+        adapter = self._adapter
+        if not plan.segments:
+            stats = GenerationStats(prompt_tokens=plan.num_tokens, fresh_tokens=plan.num_tokens)
+            return call(BlendCache(adapter.num_layers, room)), stats
+        angles = adapter.rotary.angles(plan.num_tokens, adapter.device)
+        with LayerPrefetcher(plan, self._store, adapter, angles, room) as prefetcher:
+            blend = BlendPass(adapter, plan, policy.selector, policy.ratio, prefetcher, cancel)
+            cache = BlendCache(adapter.num_layers, room, blend)
+            with adapter.layer_hooks(blend.before_layer, cache):
+                value = call(cache)
+        return value, _stats_of(plan, blend, prefetcher.load_s)
+
+
+def _stats_of(plan: BlendPlan, blend: BlendPass, load_s: float) -> GenerationStats:
+    reusable = len(plan.reusable)
+    return GenerationStats(
+        prompt_tokens=plan.num_tokens,
+        prefix_tokens=plan.exact_tokens,
+        reused_tokens=reusable - blend.recomputed_tokens,
+        recomputed_tokens=blend.recomputed_tokens,
+        fresh_tokens=plan.num_tokens - plan.exact_tokens - reusable,
+        recompute_ratio=blend.recompute_ratio,
+        mode="blend" if reusable else "prefix",
+        load_s=load_s,
+        hits=len(plan.keys),
+    )
