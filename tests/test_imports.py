@@ -1,0 +1,96 @@
+"""Imports flow one way (docs/architecture.md)."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import pytest
+
+import rag_blend
+
+ROOT = Path(__file__).parent.parent
+PACKAGE = ROOT / "rag_blend"
+FILES = sorted(PACKAGE.rglob("*.py"))
+
+
+def imports_of(file: Path) -> set[str]:
+    """All modules that a file imports, wherever in it."""
+    found: set[str] = set()
+    for node in ast.walk(ast.parse(file.read_text("utf-8"))):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{file}: imports are absolute"
+            found |= {f"{node.module}.{alias.name}" for alias in node.names} | {str(node.module)}
+    return found
+
+
+def module_of(file: Path) -> str:
+    parts = file.relative_to(ROOT).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def top_level(modules: set[str]) -> set[str]:
+    return {module.partition(".")[0] for module in modules}
+
+
+MODULES = {module_of(file): file for file in FILES}
+
+
+def test_the_core_knows_no_framework() -> None:
+    for file in FILES:
+        assert not top_level(imports_of(file)) & {"llama_index", "langchain", "langchain_core"}, file
+
+
+@pytest.mark.parametrize("part", ["match", "storage", "plan.py", "errors.py"])
+def test_no_torch_where_bytes_and_ids_are_enough(part: str) -> None:
+    path = PACKAGE / part
+    for file in sorted(path.rglob("*.py")) if path.is_dir() else [path]:
+        assert not top_level(imports_of(file)) & {"torch", "transformers"}, file
+
+
+def test_there_is_no_cycle() -> None:
+    graph = {name: imports_of(file) & set(MODULES) - {name} for name, file in MODULES.items()}
+    done: set[str] = set()
+
+    def visit(name: str, path: tuple[str, ...]) -> None:
+        assert name not in path, f"import cycle: {' -> '.join([*path, name])}"
+        if name not in done:
+            for other in sorted(graph[name]):
+                # A package's __init__ gathers its modules; they name each other directly.
+                if not name.startswith(other + "."):
+                    visit(other, (*path, name))
+            done.add(name)
+
+    for name in sorted(graph):
+        visit(name, ())
+
+
+@pytest.mark.parametrize("kind", ["selectors", "storage", "models"])
+def test_plug_ins_know_their_base_but_not_each_other(kind: str) -> None:
+    for file in (PACKAGE / kind).glob("*.py"):
+        if file.stem in {"__init__", "base"}:
+            continue
+        siblings = {m for m in imports_of(file) if m.startswith(f"rag_blend.{kind}.")}
+        assert all(m.startswith(f"rag_blend.{kind}.base") for m in siblings), file
+
+
+def test_integrations_use_public_names_only() -> None:
+    files = sorted((ROOT / "integrations").rglob("*.py"))
+    assert files
+    for file in files:
+        for module in imports_of(file):
+            if module.partition(".")[0] == "rag_blend":
+                assert module == "rag_blend" or module.removeprefix("rag_blend.") in rag_blend.__all__, (file, module)
+
+
+def test_public_names_exist_and_are_few() -> None:
+    assert all(hasattr(rag_blend, name) for name in rag_blend.__all__)
+    assert len(rag_blend.__all__) <= 20
+
+
+def test_no_pickle_and_no_shell() -> None:
+    for file in FILES + sorted((ROOT / "integrations").rglob("*.py")):
+        assert not top_level(imports_of(file)) & {"pickle", "subprocess", "shelve", "dill", "cloudpickle"}, file
+        assert "torch.load" not in file.read_text("utf-8"), file

@@ -1,0 +1,263 @@
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from conftest import random_text
+from contracts.kv import token_ids
+from transformers import PreTrainedTokenizerFast
+
+from rag_blend.chunk import NO_TOKENS, digest_ids
+from rag_blend.primer import Primer, Sample, draw_sample
+from rag_blend.prompt import chunk_ids
+from rag_blend.storage import StorageBackend
+from rag_blend.storage.disk import DiskBackend
+from rag_blend.storage.memory import MemoryBackend
+from rag_blend.store import KVStore
+
+NUM_TOKENS = 64
+CHUNKS = [token_ids(seed, 60) for seed in range(20)]
+DOCUMENTS = [f"doc {i // 2}" for i in range(20)]
+
+MakePrimer = Callable[..., Primer]
+
+
+@pytest.fixture
+def backend() -> StorageBackend:
+    return MemoryBackend()
+
+
+@pytest.fixture
+def make(backend: StorageBackend, tokenizer: PreTrainedTokenizerFast) -> MakePrimer:
+    def make(choice: str = "sample", num_tokens: int = NUM_TOKENS, namespace: str = "tenant", **options: Any) -> Primer:
+        store = KVStore(options.get("backend", backend), "model", namespace, torch.float16)
+        return Primer(choice, num_tokens, tokenizer, store)
+
+    return make
+
+
+def shares_a_run(left: np.ndarray, right: np.ndarray, length: int = 16) -> bool:
+    runs = {left[i : i + length].tobytes() for i in range(len(left) - length + 1)}
+    return any(right[i : i + length].tobytes() in runs for i in range(len(right) - length + 1))
+
+
+# --- which text ---
+
+
+def test_none_primes_with_nothing(make: MakePrimer) -> None:
+    for primer in (make("none"), make("sample", num_tokens=0)):
+        primer.learn(CHUNKS, DOCUMENTS)
+        assert primer.text_for(CHUNKS[0]).tolist() == []
+        assert primer.accepts(NO_TOKENS)
+        assert not primer.accepts(digest_ids([1]))
+
+
+def test_a_text_of_ones_own(make: MakePrimer, tokenizer: PreTrainedTokenizerFast, backend: StorageBackend) -> None:
+    text = random_text(3, 200)
+    primer = make(f"  {text}\n")
+    primer.learn(CHUNKS, DOCUMENTS)
+    ids = chunk_ids(tokenizer, [text])[0]
+    assert primer.text_for(CHUNKS[0]).tolist() == ids.tolist()
+    assert primer.text_for(ids).tolist() == ids.tolist()  # there is no other
+    assert primer.accepts(digest_ids(ids))
+    assert not primer.accepts(NO_TOKENS)
+
+
+def test_until_there_is_a_sample_the_bundled_text_serves(make: MakePrimer) -> None:
+    primer = make()
+    text = primer.text_for(CHUNKS[0])
+    assert len(text) == NUM_TOKENS
+    assert primer.accepts(digest_ids(text))
+    assert not primer.accepts(NO_TOKENS)
+    assert len(make(num_tokens=100).text_for(CHUNKS[0])) == 100
+
+
+def test_a_chunk_is_not_primed_with_itself(make: MakePrimer) -> None:
+    primer = make()
+    bundled = primer.text_for(CHUNKS[0])
+    primer.learn(CHUNKS, DOCUMENTS)
+    texts = [primer.text_for(chunk) for chunk in CHUNKS]
+    assert not any(shares_a_run(text, chunk) for text, chunk in zip(texts, CHUNKS, strict=True))
+    assert {len(text) for text in texts} == {NUM_TOKENS}
+    assert all(primer.accepts(digest_ids(text)) for text in texts)
+    first = primer.text_for(token_ids(99, 60))
+    second = primer.text_for(first)
+    third = primer.text_for(np.concatenate([first, second]))
+    assert third.tolist() == bundled.tolist()
+    assert len({digest_ids(text) for text in (first, second, third)}) == 3
+    assert primer.text_for(np.concatenate([first, second, third])).tolist() == bundled.tolist()
+
+
+def test_a_short_overlap_is_allowed(make: MakePrimer) -> None:
+    primer = make()
+    primer.learn(CHUNKS, DOCUMENTS)
+    first = primer.text_for(token_ids(99, 60))
+    assert primer.text_for(first[:15]).tolist() == first.tolist()
+    assert primer.text_for(first[:16]).tolist() != first.tolist()
+
+
+def test_what_was_primed_before_the_sample_stays_acceptable(make: MakePrimer) -> None:
+    primer = make()
+    bundled = primer.text_for(CHUNKS[0])
+    primer.learn(CHUNKS, DOCUMENTS)
+    assert primer.accepts(digest_ids(bundled))
+    assert not make("none").accepts(digest_ids(bundled))
+
+
+# --- the record ---
+
+
+def test_the_sample_is_drawn_once_for_all(make: MakePrimer) -> None:
+    first, second, late = make(), make(), make()
+    first.learn(CHUNKS, DOCUMENTS)
+    second.learn([token_ids(seed, 60) for seed in range(50, 70)], DOCUMENTS)  # loses: takes over the recorded one
+    first.learn([token_ids(seed, 60) for seed in range(70, 90)], DOCUMENTS)
+    chunk = token_ids(99, 60)
+    assert digest_ids(second.text_for(chunk)) == digest_ids(first.text_for(chunk))
+    assert late.text_for(chunk).tolist() != first.text_for(chunk).tolist()
+    late.reload()
+    assert digest_ids(late.text_for(chunk)) == digest_ids(first.text_for(chunk)) == digest_ids(make().text_for(chunk))
+
+
+def test_lengths_and_tenants_have_samples_of_their_own(make: MakePrimer) -> None:
+    make().learn(CHUNKS, DOCUMENTS)
+    chunk = token_ids(99, 60)
+    bundled = make(namespace="other").text_for(chunk)
+    assert digest_ids(bundled) != digest_ids(make().text_for(chunk))
+    other = make(num_tokens=NUM_TOKENS - 1)
+    assert other.text_for(chunk).tolist() == bundled[:-1].tolist()
+
+
+def test_a_small_collection_gives_no_sample(make: MakePrimer) -> None:
+    primer = make()
+    bundled = digest_ids(primer.text_for(CHUNKS[0]))
+    primer.learn(CHUNKS[:8], DOCUMENTS[:8])
+    assert digest_ids(primer.text_for(CHUNKS[0])) == bundled
+    primer.learn([], [])
+    primer.learn(CHUNKS[:9], DOCUMENTS[:9])
+    assert digest_ids(primer.text_for(CHUNKS[10])) != bundled
+
+
+def test_forgetting_a_source_renews_the_sample(make: MakePrimer) -> None:
+    primer = make()
+    assert primer.forget({"doc 0"}) is False
+    bundled = digest_ids(primer.text_for(CHUNKS[0]))
+    primer.learn(CHUNKS, DOCUMENTS)
+    sample = draw_sample(CHUNKS, DOCUMENTS, NUM_TOKENS)
+    assert sample is not None and sample.documents < set(DOCUMENTS)
+    old = [digest_ids(text) for text in sample.texts]
+    assert primer.accepts(old[0]) and primer.accepts(old[1])
+    unused = set(DOCUMENTS) - sample.documents
+    assert primer.forget(unused) is False
+    assert primer.forget({*unused, min(sample.documents)}) is True
+    assert not primer.accepts(old[0]) and not primer.accepts(old[1])
+    assert primer.accepts(bundled)
+    assert primer.forget(set(DOCUMENTS)) is False
+    assert not make().accepts(old[0])
+    rest = [(c, d) for c, d in zip(CHUNKS, DOCUMENTS, strict=True) if d != min(sample.documents)]
+    primer.learn([c for c, _ in rest], [d for _, d in rest])
+    assert not primer.accepts(old[0]) or not primer.accepts(old[1])
+    assert digest_ids(primer.text_for(token_ids(99, 60))) != bundled
+
+
+BROKEN = [
+    b"", b"{", b"[]", b"null", b"7", b'{"texts": [[1]]}', b'{"sample": 5, "digest": ""}', b"\xff\xfe",
+    b'{"sample": [[[1]], ["a"]], "digest": "0"}', b"[" * 100_000,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("data", BROKEN)
+def test_a_damaged_record_is_replaced(make: MakePrimer, backend: StorageBackend, data: bytes) -> None:
+    store = KVStore(backend, "model", "tenant", torch.float16)
+    record = store.record_name("prime-sample", str(NUM_TOKENS))
+    with pytest.raises(ValueError):
+        Sample.from_json(data)
+    backend.put_record(record, data)
+    primer = make()
+    assert len(primer.text_for(CHUNKS[0])) == NUM_TOKENS
+    assert backend.get_record(record) is None
+    primer.learn(CHUNKS, DOCUMENTS)
+    assert Sample.from_json(backend.get_record(record) or b"").documents
+
+
+def test_one_changed_id_in_the_record_is_noticed() -> None:
+    sample = draw_sample(CHUNKS, DOCUMENTS, NUM_TOKENS)
+    assert sample is not None
+    again = Sample.from_json(sample.to_json())
+    assert [t.tolist() for t in again.texts] == [t.tolist() for t in sample.texts]
+    assert {t.dtype for t in again.texts} == {np.dtype(np.int32)}
+    assert again.documents == sample.documents
+    for change in ("texts", "documents"):
+        record = json.loads(sample.to_json())
+        if change == "texts":
+            record["sample"][0][1][5] += 1
+        else:
+            record["sample"][1].pop()
+        with pytest.raises(ValueError, match="digest"):
+            Sample.from_json(json.dumps(record).encode())
+
+
+def test_a_record_that_cannot_be_read_is_no_obstacle(make: MakePrimer, backend: StorageBackend) -> None:
+    class Unreadable(MemoryBackend):
+        def get_record(self, name: str) -> bytes | None:
+            raise PermissionError(name)
+
+    primer = make(backend=Unreadable())
+    assert len(primer.text_for(CHUNKS[0])) == NUM_TOKENS
+    primer.learn(CHUNKS, DOCUMENTS)
+    assert primer.accepts(digest_ids(primer.text_for(CHUNKS[0])))
+
+
+def test_the_sample_outlives_the_process(make: MakePrimer, tmp_path: Any) -> None:
+    make(backend=DiskBackend(tmp_path)).learn(CHUNKS, DOCUMENTS)
+    sample = draw_sample(CHUNKS, DOCUMENTS, NUM_TOKENS)
+    assert sample is not None
+    assert make(backend=DiskBackend(tmp_path)).accepts(digest_ids(sample.texts[1]))
+
+
+# --- drawing ---
+
+
+def test_the_draw_depends_on_contents_only() -> None:
+    order = np.random.default_rng(0).permutation(20)
+    first = draw_sample(CHUNKS, DOCUMENTS, NUM_TOKENS)
+    second = draw_sample([CHUNKS[i].copy() for i in order], [DOCUMENTS[i] for i in order], NUM_TOKENS)
+    assert first is not None and second is not None
+    assert [t.tolist() for t in first.texts] == [t.tolist() for t in second.texts]
+    assert first.documents == second.documents
+
+
+def test_the_texts_come_from_several_passages_and_share_none() -> None:
+    sample = draw_sample(CHUNKS, DOCUMENTS, NUM_TOKENS)
+    assert sample is not None
+    assert [len(text) for text in sample.texts] == [NUM_TOKENS] * 2
+    used = [{i for i, chunk in enumerate(CHUNKS) if shares_a_run(text, chunk)} for text in sample.texts]
+    assert [len(passages) for passages in used] == [4, 4]
+    assert used[0].isdisjoint(used[1])
+    assert sample.documents == {DOCUMENTS[i] for i in used[0] | used[1]}
+
+
+def test_copies_count_once() -> None:
+    assert draw_sample(CHUNKS[:1] * 50, ["a"] * 50, NUM_TOKENS) is None
+
+
+@pytest.mark.parametrize("num_passages", range(1, 10))
+def test_few_long_passages(num_passages: int) -> None:
+    """They are many tokens, but a text takes only a quarter from each."""
+    chunks = [token_ids(seed, 8 * NUM_TOKENS) for seed in range(num_passages)]
+    sample = draw_sample(chunks, [""] * num_passages, NUM_TOKENS)
+    assert (sample is not None) == (num_passages >= 8)
+    if sample is not None:
+        assert [len(text) for text in sample.texts] == [NUM_TOKENS] * 2
+        assert sample.documents == frozenset()
+
+
+def test_many_short_passages() -> None:
+    chunks = [token_ids(seed, 5) for seed in range(200)] + [np.empty(0, dtype=np.int32)]
+    sample = draw_sample(chunks, ["d"] * 201, NUM_TOKENS)
+    assert sample is not None
+    assert [len(text) for text in sample.texts] == [NUM_TOKENS] * 2
