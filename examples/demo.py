@@ -125,8 +125,8 @@ def ingest(llm: BlendLLM, index: VectorStoreIndex) -> None:
     report = llm.attach(index)
     if report.chunks:
         console.print(
-            f"[bold]Indexed[/]: {report.chunks} chunks, {report.tokens:,} tokens prefilled once in {report.seconds:.0f} s "
-            f"({report.tokens / report.seconds:.0f} tokens/s), {report.bytes / 1e6:.0f} MB of caches stored"
+            f"[bold]Indexed[/]: {report.chunks} chunks of {report.tokens:,} tokens prefilled once in "
+            f"{report.seconds:.0f} s ({report.tokens / report.seconds:.0f} tokens/s), {report.bytes / 1e6:.0f} MB kept"
         )
     if report.skipped:
         console.print(f"[bold]Reused[/]: the caches of {report.skipped} chunks were in the store already")

@@ -61,6 +61,7 @@ class BlendPass:
         self._ratio = selector.default_ratio if ratio is None else ratio
         self._source = source
         self._cancel = cancel
+        self._num_tokens = plan.num_tokens
         self._fresh = self._tensor(plan.fresh)
         self._chosen = self._tensor(selector.select(plan, ratio))
         self._rows = self._merge(self._fresh, self._chosen)
@@ -87,6 +88,7 @@ class BlendPass:
         if self._cancel is not None and self._cancel.is_set():
             raise GenerationCancelledError("cancelled during prefill")
         if layer_idx == 0:
+            self._admit(hidden_states.shape[1])
             hidden_states = hidden_states[:, self._rows]
             self._restrict(kwargs)
         if layer_idx == self._selector.check_layer and len(self._chosen):
@@ -95,7 +97,7 @@ class BlendPass:
         self._computed += len(self._chosen)
         return hidden_states
 
-    def place(self, layer_idx: int, keys: torch.Tensor, values: torch.Tensor, room: int) -> LayerKV:
+    def place(self, layer_idx: int, keys: torch.Tensor, values: torch.Tensor) -> tuple[LayerKV, int]:
         """A `KVPlacer`: write fresh rows, (batch, num_kv_heads, num_rows, head_dim), among the stored ones."""
         whole = self._fetch(layer_idx)
         batch = keys.shape[0]
@@ -103,7 +105,16 @@ class BlendPass:
             whole = LayerKV(*(side.expand(batch, -1, -1, -1).clone() for side in whole))
         self._write(whole, self._rows, LayerKV(keys, values))
         self._prefilled = layer_idx == self._adapter.num_layers - 1
-        return whole
+        return whole, self._num_tokens
+
+    def _admit(self, num_tokens: int) -> None:
+        """Take in what assisted decoding puts behind the prompt: guessed tokens, fresh like the question."""
+        if num_tokens < self._num_tokens:
+            raise ValueError(f"a prefill of {num_tokens} tokens cannot blend a prompt of {self._num_tokens}")
+        guessed = torch.arange(self._num_tokens, num_tokens, device=self._fresh.device)
+        self._fresh = torch.cat([self._fresh, guessed])
+        self._rows = torch.cat([self._rows, guessed])
+        self._num_tokens = num_tokens
 
     def _check(self, layer_idx: int, hidden_states: torch.Tensor, kwargs: dict[str, Any]) -> torch.Tensor:
         """Let the selector drop rows, by what this layer would compute for all of them."""
@@ -125,7 +136,7 @@ class BlendPass:
 
     def _restrict(self, kwargs: dict[str, Any]) -> None:
         """Prepare a layer's arguments for the current rows, from those of the whole prompt."""
-        if len(self._rows) == self._plan.num_tokens:
+        if len(self._rows) == self._num_tokens:
             self._shared = {}  # the model's own mask is right, and its kernels for it are faster
             return
         cos, sin = kwargs["position_embeddings"]
@@ -139,7 +150,7 @@ class BlendPass:
 
     def _mask(self) -> torch.Tensor:
         """Each row sees every position up to its own; shape (1, 1, num_rows, num_tokens)."""
-        positions = torch.arange(self._plan.num_tokens, device=self._rows.device)
+        positions = torch.arange(self._num_tokens, device=self._rows.device)
         visible = (positions[None, :] <= self._rows[:, None])[None, None]
         if not self._adapter.attention_is_additive:
             return visible

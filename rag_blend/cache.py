@@ -13,15 +13,15 @@ from rag_blend.chunk import LayerKV
 class KVPlacer(Protocol):
     """Puts freshly computed rows among the reused ones."""
 
-    def place(self, layer_idx: int, keys: torch.Tensor, values: torch.Tensor, room: int) -> LayerKV:
-        """Whole keys and values of a layer, (batch, num_kv_heads, num_tokens + room, head_dim) each."""
+    def place(self, layer_idx: int, keys: torch.Tensor, values: torch.Tensor) -> tuple[LayerKV, int]:
+        """Whole keys and values of a layer, (batch, num_kv_heads, capacity, head_dim) each, and how many rows count."""
 
 
 class GrowingLayer(DynamicLayer):
     """A dynamic layer that appends into spare room instead of copying itself for every token.
 
     Args:
-        room: Tokens to leave space for.
+        room: Tokens to leave space for behind a plain prefill.
         placer: Completes the first update; None makes it a plain prefill.
         layer_idx: Which layer this is.
     """
@@ -48,10 +48,10 @@ class GrowingLayer(DynamicLayer):
 
     def _begin(self, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         if self._placer is not None:
-            self._spare = self._placer.place(self._layer_idx, keys, values, self._room)
+            self._spare, length = self._placer.place(self._layer_idx, keys, values)
         else:
             self._spare = LayerKV(_with_room(keys, self._room), _with_room(values, self._room))
-        length = self._spare.keys.shape[-2] - self._room
+            length = keys.shape[-2]
         return self._show(length)
 
     def _append(self, keys: torch.Tensor, values: torch.Tensor) -> bool:
@@ -79,7 +79,7 @@ class BlendCache(Cache):
 
     Args:
         num_layers: Number of decoder layers.
-        room: Tokens to leave space for.
+        room: Tokens to leave space for behind a plain prefill.
         placer: Completes the first update of each layer; None makes it an ordinary empty cache.
     """
 

@@ -19,10 +19,10 @@ from transformers import (
     AutoTokenizer,
     PreTrainedModel,
     PreTrainedTokenizerBase,
-    StoppingCriteriaList,
 )
 from transformers.cache_utils import Cache
 
+from rag_blend.cache import BlendCache
 from rag_blend.catalog import ChunkCatalog
 from rag_blend.chunk import NO_TOKENS
 from rag_blend.errors import GenerationCancelledError, PromptTooLongError, UnsupportedModelError
@@ -34,6 +34,8 @@ from rag_blend.generation import (
     PieceStreamer,
     TextStream,
     cut_at_stop,
+    generate_arguments,
+    wanted_tokens,
 )
 from rag_blend.info import context_window_of
 from rag_blend.ingest import Ingester, IngestReport, head_record
@@ -256,11 +258,8 @@ class BlendEngine:
         policy = self._policy_for(selector, recompute_ratio, reuse)
         ids = self._checked_ids(prompt, add_special_tokens)
 
-        def call(cache: Cache | None) -> tuple[torch.Tensor, Cache]:
-            given = {} if cache is None else {self._cache_argument: cache}
-            with torch.no_grad():
-                output = self._model(input_ids=self._input(ids), use_cache=True, logits_to_keep=1, **given)
-            return output.logits[0, -1].float(), output[self._cache_argument]
+        def call(cache: BlendCache | None) -> tuple[torch.Tensor, Cache]:
+            return self._forward(ids, cache)
 
         with self._lock:
             (logits, cache), stats = self._run(ids, policy, call)
@@ -269,7 +268,7 @@ class BlendEngine:
     def generate(
         self,
         prompt: str | Sequence[int],
-        max_new_tokens: int = 256,
+        max_new_tokens: int | None = None,
         stop: Sequence[str] | None = None,
         *,
         add_special_tokens: bool | None = None,
@@ -283,7 +282,8 @@ class BlendEngine:
 
         Args:
             prompt: See `prefill`.
-            max_new_tokens: Upper limit; less when the context window ends before.
+            max_new_tokens: Upper limit; less when the context window ends before. None: what `generation_config`
+                says, else 256.
             stop: The answer ends before the first of these strings.
             add_special_tokens: See `prefill`.
             cancel: Set it to stop; the call then raises.
@@ -304,7 +304,7 @@ class BlendEngine:
     def stream(
         self,
         prompt: str | Sequence[int],
-        max_new_tokens: int = 256,
+        max_new_tokens: int | None = None,
         stop: Sequence[str] | None = None,
         *,
         add_special_tokens: bool | None = None,
@@ -417,7 +417,7 @@ class BlendEngine:
         self,
         ids: np.ndarray,
         policy: BlendPolicy,
-        max_new_tokens: int,
+        max_new_tokens: int | None,
         stop: Sequence[str],
         cancel: threading.Event | None,
         streamer: PieceStreamer | None,
@@ -426,12 +426,11 @@ class BlendEngine:
         started = time.perf_counter()
         cancel = cancel or threading.Event()
         clock = FirstTokenClock(cancel)
-        max_new_tokens = min(max_new_tokens, self.context_window - len(ids))
-        if kwargs.get("num_return_sequences", 1) != 1:
-            raise ValueError("one answer per call: num_return_sequences must be 1")
-        arguments = self._generate_arguments(max_new_tokens, stop, clock, kwargs)
+        wanted = wanted_tokens(max_new_tokens, kwargs.get("generation_config"))
+        max_new_tokens = min(wanted, self.context_window - len(ids))
+        arguments = generate_arguments(self._model, self.tokenizer, max_new_tokens, stop, clock, kwargs)
 
-        def call(cache: Cache | None) -> list[int]:
+        def call(cache: BlendCache | None) -> list[int]:
             given: dict[str, Any] = {} if cache is None else {self._cache_argument: cache}
             if streamer is not None:
                 streamer.restart()
@@ -451,25 +450,21 @@ class BlendEngine:
         text = cut_at_stop(str(self.tokenizer.decode(new_ids, skip_special_tokens=True)), stop)
         return Generation(text, new_ids, replace(stats, ttft_s=(clock.first_token_at or started) - started))
 
+    def _forward(self, ids: np.ndarray, cache: BlendCache | None) -> tuple[torch.Tensor, Cache]:
+        """Logits of the next token, and the filled cache."""
+        given = {} if cache is None else {self._cache_argument: cache}
+        with torch.no_grad():
+            output = self._model(input_ids=self._input(ids), use_cache=True, logits_to_keep=1, **given)
+        return output.logits[0, -1].float(), output[self._cache_argument]
+
     def _run(
         self,
         ids: np.ndarray,
         policy: BlendPolicy,
-        call: Callable[[Cache | None], T],
+        call: Callable[[BlendCache | None], T],
         room: int = 0,
         cancel: threading.Event | None = None,
     ) -> tuple[T, GenerationStats]:
         if self._adapter is None:
             return call(None), GenerationStats(prompt_tokens=len(ids), fresh_tokens=len(ids))
         return PromptRunner(self._adapter, self._store).run(ids, self._catalog, policy, call, room, cancel)
-
-    def _generate_arguments(
-        self, max_new_tokens: int, stop: Sequence[str], clock: FirstTokenClock, kwargs: dict[str, Any]
-    ) -> dict[str, Any]:
-        arguments = {"max_new_tokens": max_new_tokens, **kwargs}
-        arguments["stopping_criteria"] = StoppingCriteriaList([clock, *kwargs.get("stopping_criteria", ())])
-        if stop:
-            arguments |= {"stop_strings": list(stop), "tokenizer": self.tokenizer}
-        if self._model.generation_config.pad_token_id is None:
-            arguments.setdefault("pad_token_id", self.tokenizer.pad_token_id or self.tokenizer.eos_token_id)
-        return arguments

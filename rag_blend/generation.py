@@ -5,12 +5,18 @@ from __future__ import annotations
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from transformers import PreTrainedTokenizerBase, StoppingCriteria
+from transformers import (
+    GenerationConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    StoppingCriteria,
+    StoppingCriteriaList,
+)
 from transformers.generation.streamers import TextStreamer
 
 from rag_blend.errors import GenerationCancelledError
@@ -75,6 +81,49 @@ class FirstTokenClock(StoppingCriteria):
         if self.first_token_at is None:
             self.first_token_at = time.perf_counter()
         return torch.full((input_ids.shape[0],), self._cancel.is_set(), device=input_ids.device)
+
+
+DEFAULT_NEW_TOKENS = 256
+# Each of these would put another cache, or none, in the place of the blended one.
+_CONTRADICTORY = ("cache", "cache_implementation", "inputs_embeds", "past_key_values", "prefill_chunk_size")
+
+
+def wanted_tokens(max_new_tokens: int | None, config: GenerationConfig | None) -> int:
+    """How many tokens the caller wants at most: by argument, by configuration, or by default."""
+    if max_new_tokens is not None:
+        return max_new_tokens
+    return (config.max_new_tokens if config is not None else None) or DEFAULT_NEW_TOKENS
+
+
+def generate_arguments(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    max_new_tokens: int,
+    stop: Sequence[str],
+    clock: FirstTokenClock,
+    kwargs: Mapping[str, Any],
+) -> dict[str, Any]:
+    """Arguments for ``model.generate``: the caller's, and what stopping and timing need.
+
+    Raises:
+        ValueError: The caller asks for something that cannot go together with a blended cache.
+    """
+    config = kwargs.get("generation_config")
+    for name in _CONTRADICTORY:
+        if kwargs.get(name) is not None or getattr(config, name, None) is not None:
+            raise ValueError(f"{name} cannot be given: the engine brings its own cache")
+    if kwargs.get("use_cache", True) is False or getattr(config, "use_cache", True) is False:
+        raise ValueError("use_cache=False cannot be given: reusing caches is what the engine is for")
+    if kwargs.get("num_return_sequences", 1) != 1:
+        raise ValueError("one answer per call: num_return_sequences must be 1")
+    arguments = {**kwargs, "max_new_tokens": max_new_tokens}
+    arguments["stopping_criteria"] = StoppingCriteriaList([clock, *kwargs.get("stopping_criteria", ())])
+    if stop:
+        arguments |= {"stop_strings": list(stop), "tokenizer": tokenizer}
+    if model.generation_config.pad_token_id is None:
+        pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
+        arguments.setdefault("pad_token_id", pad)
+    return arguments
 
 
 def cut_at_stop(text: str, stop: Sequence[str]) -> str:

@@ -328,6 +328,32 @@ class TestGenerationArguments:
         with pytest.raises(ValueError, match="num_return_sequences"):
             make_engine().generate("the river", num_return_sequences=2, do_sample=True)
 
+    @pytest.mark.parametrize(
+        "argument", [{"use_cache": False}, {"cache_implementation": "static"}, {"prefill_chunk_size": 8}], ids=str
+    )
+    def test_what_would_replace_the_blended_cache_is_refused(
+        self, argument: dict[str, object], make_engine: MakeEngine
+    ) -> None:
+        with pytest.raises(ValueError, match="cannot be given"):
+            make_engine().generate("the river", **argument)
+        with pytest.raises(ValueError, match="cannot be given"):
+            make_engine().generate("the river", generation_config=GenerationConfig(**argument))
+
+    def test_length_comes_from_the_argument_else_the_config(self, make_engine: MakeEngine) -> None:
+        engine = make_engine()
+        config = GenerationConfig(max_new_tokens=7, eos_token_id=None, pad_token_id=0)
+        assert len(engine.generate("the river", generation_config=config).token_ids) == 7
+        assert len(engine.generate("the river", 3, generation_config=config).token_ids) == 3
+
+    def test_assisted_decoding_keeps_the_answer(self, make_engine: MakeEngine, texts: list[str]) -> None:
+        """Prompt look-up crops the cache again and again."""
+        engine = make_engine()
+        engine.ingest(texts, progress=False)
+        prompt = prompt_with(*texts[:4])
+        plain = engine.generate(prompt, 24, do_sample=False)
+        assisted = engine.generate(prompt, 24, do_sample=False, prompt_lookup_num_tokens=3)
+        assert assisted.token_ids == plain.token_ids and assisted.stats.mode == "blend"
+
     def test_times_are_measured(self, make_engine: MakeEngine, texts: list[str]) -> None:
         engine = make_engine()
         engine.ingest(texts, progress=False)

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from transformers import LogitsProcessor, PreTrainedModel
 
 from rag_blend import BlendEngine
-from rag_blend.generation import cut_at_stop, held_back
 from rag_blend.generation import _until_stop as until_stop  # the one piece of logic between thread and consumer
+from rag_blend.generation import cut_at_stop, held_back
 
 MakeEngine = Callable[..., BlendEngine]
 PROMPT = random_text(1)
