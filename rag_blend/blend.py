@@ -15,7 +15,7 @@ check layer; S never grows, because a token that skipped a layer has no hidden s
 from __future__ import annotations
 
 import threading
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -23,15 +23,9 @@ import torch
 from rag_blend.chunk import LayerKV
 from rag_blend.errors import GenerationCancelledError
 from rag_blend.models import ModelAdapter
-from rag_blend.plan import BlendPlan
+from rag_blend.plan import BlendPlan, Positions
+from rag_blend.rows import LayerSource, RowSet
 from rag_blend.selectors.base import TokenSelector, share_of
-
-
-class LayerSource(Protocol):
-    """Where the stored rows come from; see `LayerPrefetcher`."""
-
-    def layer(self, layer_idx: int) -> LayerKV:
-        """Keys (after RoPE) and values, (1, num_kv_heads, num_tokens + room, head_dim), to be written to."""
 
 
 class BlendPass:
@@ -40,9 +34,10 @@ class BlendPass:
     Args:
         adapter: The model.
         plan: The prompt's layout.
-        selector: Chooses the reusable tokens to compute.
-        ratio: Share of the reusable tokens; None is the selector's default.
+        chosen: Reusable positions to compute from layer 0 on, ascending.
         source: Brings the stored rows.
+        selector: Chose them; it may drop some at its check layer.
+        ratio: Share of the reusable tokens that it keeps there; None is its default.
         cancel: Checked before each layer.
     """
 
@@ -50,9 +45,10 @@ class BlendPass:
         self,
         adapter: ModelAdapter,
         plan: BlendPlan,
-        selector: TokenSelector,
-        ratio: float | None,
+        chosen: Positions,
         source: LayerSource,
+        selector: TokenSelector,
+        ratio: float | None = None,
         cancel: threading.Event | None = None,
     ) -> None:
         self._adapter = adapter
@@ -63,9 +59,8 @@ class BlendPass:
         self._cancel = cancel
         self._num_tokens = plan.num_tokens
         self._fresh = self._tensor(plan.fresh)
-        self._chosen = self._tensor(selector.select(plan, ratio))
-        self._rows = self._merge(self._fresh, self._chosen)
-        self._shared: dict[str, Any] = {}  # layer arguments cut down to the current rows
+        self._chosen = self._tensor(chosen)
+        self._rows = self._rows_of(self._fresh, self._chosen)
         self._ahead: dict[int, LayerKV] = {}  # layers fetched before their turn
         self._prefilled = False  # hooks stay while decoding, but then there is nothing to cut down
         self._computed = 0  # reusable rows with fresh q/k/v, summed over layers
@@ -76,10 +71,9 @@ class BlendPass:
         return len(self._chosen)
 
     @property
-    def recompute_ratio(self) -> float:
-        """Fresh q/k/v rows of reusable tokens, over layers x reusable tokens; selection passes included."""
-        total = self._adapter.num_layers * len(self._plan.reusable)
-        return self._computed / total if total else 0.0
+    def computed(self) -> int:
+        """Reusable rows whose q/k/v were computed, summed over layers; a check layer's included."""
+        return self._computed
 
     def before_layer(self, layer_idx: int, hidden_states: torch.Tensor, kwargs: dict[str, Any]) -> torch.Tensor:
         """A `LayerHook`: hand the layer only the rows that are computed."""
@@ -89,11 +83,10 @@ class BlendPass:
             raise GenerationCancelledError("cancelled during prefill")
         if layer_idx == 0:
             self._admit(hidden_states.shape[1])
-            hidden_states = hidden_states[:, self._rows]
-            self._restrict(kwargs)
+            hidden_states = hidden_states[:, self._rows.positions]
         if layer_idx == self._selector.check_layer and len(self._chosen):
             hidden_states = self._check(layer_idx, hidden_states, kwargs)
-        kwargs.update(self._shared)
+        kwargs.update(self._rows.arguments(kwargs))
         self._computed += len(self._chosen)
         return hidden_states
 
@@ -103,7 +96,7 @@ class BlendPass:
         batch = keys.shape[0]
         if batch > 1:  # beams start from the same prompt
             whole = LayerKV(*(side.expand(batch, -1, -1, -1).clone() for side in whole))
-        self._write(whole, self._rows, LayerKV(keys, values))
+        self._rows.write(whole, LayerKV(keys, values))
         self._prefilled = layer_idx == self._adapter.num_layers - 1
         return whole, self._num_tokens
 
@@ -112,62 +105,33 @@ class BlendPass:
         if num_tokens < self._num_tokens:
             raise ValueError(f"a prefill of {num_tokens} tokens cannot blend a prompt of {self._num_tokens}")
         guessed = torch.arange(self._num_tokens, num_tokens, device=self._fresh.device)
-        self._fresh = torch.cat([self._fresh, guessed])
-        self._rows = torch.cat([self._rows, guessed])
         self._num_tokens = num_tokens
+        if len(guessed):
+            self._fresh = torch.cat([self._fresh, guessed])
+            self._rows = self._rows_of(self._fresh, self._chosen)
 
     def _check(self, layer_idx: int, hidden_states: torch.Tensor, kwargs: dict[str, Any]) -> torch.Tensor:
         """Let the selector drop rows, by what this layer would compute for all of them."""
-        fresh = self._adapter.fresh_kv(layer_idx, hidden_states, {**kwargs, **self._shared})
+        everyone = self._rows
+        fresh = self._adapter.fresh_kv(layer_idx, hidden_states, {**kwargs, **everyone.arguments(kwargs)})
         whole = self._fetch(layer_idx)
-        at = torch.searchsorted(self._rows, self._chosen)
+        candidates = everyone.indices_of(self._chosen)
         stored = LayerKV(*(side[0, :, self._chosen] for side in whole))
-        kept = share_of(len(self._plan.reusable), self._ratio or 0.0)
-        chosen = self._selector.refine(LayerKV(*(side[:, at] for side in fresh)), stored, min(kept, len(at)))
+        num_kept = min(share_of(len(self._plan.reusable), self._ratio or 0.0), len(candidates))
+        kept = self._selector.refine(LayerKV(*(side[:, candidates] for side in fresh)), stored, num_kept)
         # The rows that drop out have fresh values here already: keep those, as the released CacheBlend does.
-        self._write(whole, self._rows, LayerKV(fresh.keys[None], fresh.values[None]))
+        everyone.write(whole, LayerKV(fresh.keys[None], fresh.values[None]))
         self._ahead[layer_idx] = whole
-        before = self._rows
-        self._computed += len(self._chosen) - len(chosen)
-        self._chosen = self._chosen[chosen.sort().values]
-        self._rows = self._merge(self._fresh, self._chosen)
-        self._restrict(kwargs)
-        return hidden_states[:, torch.searchsorted(before, self._rows)]
-
-    def _restrict(self, kwargs: dict[str, Any]) -> None:
-        """Prepare a layer's arguments for the current rows, from those of the whole prompt."""
-        if len(self._rows) == self._num_tokens:
-            self._shared = {}  # the model's own mask is right, and its kernels for it are faster
-            return
-        cos, sin = kwargs["position_embeddings"]
-        self._shared = {
-            "position_embeddings": (cos[:, self._rows], sin[:, self._rows]),
-            "attention_mask": self._mask(),
-        }
-        for name in ("position_ids", "cache_position"):
-            if kwargs.get(name) is not None:
-                self._shared[name] = kwargs[name][..., self._rows]
-
-    def _mask(self) -> torch.Tensor:
-        """Each row sees every position up to its own; shape (1, 1, num_rows, num_tokens)."""
-        positions = torch.arange(self._num_tokens, device=self._rows.device)
-        visible = (positions[None, :] <= self._rows[:, None])[None, None]
-        if not self._adapter.attention_is_additive:
-            return visible
-        hidden = torch.finfo(self._adapter.dtype).min
-        return torch.zeros_like(visible, dtype=self._adapter.dtype).masked_fill(~visible, hidden)
+        self._computed += len(self._chosen) - len(kept)
+        self._chosen = self._chosen[kept.sort().values]
+        self._rows = self._rows_of(self._fresh, self._chosen)
+        return hidden_states[:, everyone.indices_of(self._rows.positions)]
 
     def _fetch(self, layer_idx: int) -> LayerKV:
         return self._ahead.pop(layer_idx, None) or self._source.layer(layer_idx)
 
-    @staticmethod
-    def _write(whole: LayerKV, rows: torch.Tensor, fresh: LayerKV) -> None:
-        whole.keys.index_copy_(2, rows, fresh.keys.to(whole.keys.dtype))
-        whole.values.index_copy_(2, rows, fresh.values.to(whole.values.dtype))
-
     def _tensor(self, positions: np.ndarray) -> torch.Tensor:
         return torch.from_numpy(positions).to(self._adapter.device)
 
-    @staticmethod
-    def _merge(fresh: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
-        return torch.cat([fresh, chosen]).sort().values
+    def _rows_of(self, *positions: torch.Tensor) -> RowSet:
+        return RowSet(self._adapter, self._num_tokens, torch.cat(positions).sort().values)

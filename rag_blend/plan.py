@@ -70,6 +70,11 @@ class BlendPlan:
         return np.flatnonzero(~covered)
 
     @property
+    def question(self) -> Positions:
+        """Positions behind the last segment: what is asked about the chunks. Never empty."""
+        return np.arange(self.segments[-1].end if self.segments else 0, self.num_tokens, dtype=np.int64)
+
+    @property
     def keys(self) -> frozenset[str]:
         """Keys of all chunks that the plan needs."""
         return frozenset(s.key for s in self.segments)

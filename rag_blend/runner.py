@@ -9,15 +9,18 @@ from dataclasses import dataclass, replace
 from typing import TypeVar
 
 import numpy as np
+import torch
 
 from rag_blend.blend import BlendPass
 from rag_blend.cache import BlendCache
 from rag_blend.catalog import ChunkCatalog
 from rag_blend.generation import GenerationStats
 from rag_blend.models import ModelAdapter
-from rag_blend.plan import BlendPlan, plan_blend
+from rag_blend.plan import BlendPlan, Positions, plan_blend
 from rag_blend.prefetch import LayerPrefetcher, LostChunkError
-from rag_blend.selectors import TokenSelector, selector_of
+from rag_blend.probe import ProbePass
+from rag_blend.rows import LayerSource
+from rag_blend.selectors import AttentionSelector, TokenSelector, selector_of
 from rag_blend.store import KVStore
 
 logger = logging.getLogger(__name__)
@@ -95,7 +98,7 @@ class PromptRunner:
         while True:
             plan, elsewhere = self._plan(ids, catalog, policy)
             try:
-                value, stats = self._run_plan(plan, policy, call, room, cancel)
+                value, stats = self._run_plan(ids, plan, policy, call, room, cancel)
             except LostChunkError as error:
                 catalog.remove([error.key])
                 lost += 1
@@ -117,6 +120,7 @@ class PromptRunner:
 
     def _run_plan(
         self,
+        ids: np.ndarray,
         plan: BlendPlan,
         policy: BlendPolicy,
         call: Callable[[BlendCache], T],
@@ -129,22 +133,44 @@ class PromptRunner:
             return call(BlendCache(adapter.num_layers, room)), stats
         angles = adapter.rotary.angles(plan.num_tokens, adapter.device)
         with LayerPrefetcher(plan, self._store, adapter, angles, room) as prefetcher:
-            blend = BlendPass(adapter, plan, policy.selector, policy.ratio, prefetcher, cancel)
+            chosen, source, charge = self._select(ids, plan, policy, prefetcher, cancel)
+            blend = BlendPass(adapter, plan, chosen, source, policy.selector, policy.ratio, cancel)
             cache = BlendCache(adapter.num_layers, room, blend)
             with adapter.layer_hooks(blend.before_layer, cache):
                 value = call(cache)
-        return value, _stats_of(plan, blend, prefetcher.load_s)
+        return value, _stats_of(plan, blend, adapter.num_layers, charge, prefetcher.load_s)
+
+    def _select(
+        self,
+        ids: np.ndarray,
+        plan: BlendPlan,
+        policy: BlendPolicy,
+        source: LayerSource,
+        cancel: threading.Event | None,
+    ) -> tuple[Positions, LayerSource, int]:
+        """The tokens to recompute, where the stored rows are now, and the rows that choosing them has cost."""
+        selector, layers = policy.selector, self._adapter.num_layers
+        if not isinstance(selector, AttentionSelector):
+            return selector.select(plan, policy.ratio), source, 0
+        if not len(plan.reusable):
+            return plan.reusable, source, 0
+        last = max(1, round(selector.probe_depth * layers))
+        first = min(last - 1, int(selector.probe_from * layers))
+        probe = ProbePass(self._adapter, plan, source, first, last, cancel)
+        received, source = probe.run(torch.from_numpy(ids).long()[None].to(self._adapter.device))
+        return selector.select_by_attention(plan, policy.ratio, received), source, probe.computed
 
 
-def _stats_of(plan: BlendPlan, blend: BlendPass, load_s: float) -> GenerationStats:
+def _stats_of(plan: BlendPlan, blend: BlendPass, num_layers: int, charge: int, load_s: float) -> GenerationStats:
     reusable = len(plan.reusable)
+    computed = blend.computed + charge
     return GenerationStats(
         prompt_tokens=plan.num_tokens,
         prefix_tokens=plan.exact_tokens,
         reused_tokens=reusable - blend.recomputed_tokens,
         recomputed_tokens=blend.recomputed_tokens,
         fresh_tokens=plan.num_tokens - plan.exact_tokens - reusable,
-        recompute_ratio=blend.recompute_ratio,
+        recompute_ratio=computed / (num_layers * reusable) if reusable else 0.0,
         mode="blend" if reusable else "prefix",
         load_s=load_s,
         hits=len(plan.keys),

@@ -70,7 +70,8 @@ def _forward(adapter: ModelAdapter, input_ids: torch.Tensor, cache: Any) -> torc
 
 def _blend(adapter: ModelAdapter, input_ids: torch.Tensor, selector: TokenSelector, rows: _Rows) -> torch.Tensor:
     chunk = Match(key="", start=4, length=_NUM_TOKENS - 8, offset=0, chunk_tokens=_NUM_TOKENS - 8)
-    blend = BlendPass(adapter, plan_blend(_NUM_TOKENS, [], [chunk]), selector, None, rows)
+    plan = plan_blend(_NUM_TOKENS, [], [chunk])
+    blend = BlendPass(adapter, plan, selector.select(plan, None), rows, selector)
     cache = BlendCache(adapter.num_layers, placer=blend)
     with adapter.layer_hooks(blend.before_layer, cache):
         return _forward(adapter, input_ids, cache)

@@ -14,7 +14,7 @@ from conftest import random_model, random_text, small_tokenizer
 from transformers import GenerationConfig, GPT2Config, GPT2LMHeadModel, MistralConfig, MistralForCausalLM
 
 from rag_blend import BlendEngine, GenerationCancelledError, PromptTooLongError, UnsupportedModelError
-from rag_blend.blend import BlendPass
+from rag_blend.rows import RowSet
 
 MakeEngine = Callable[..., BlendEngine]
 HEAD = "<|im_start|>user\nAnswer the question from the water and light of the valley below.\n"
@@ -235,7 +235,9 @@ class TestTrouble:
             make_engine(recompute_ratio=ratio)
 
     def test_unknown_names(self, make_engine: MakeEngine) -> None:
-        with pytest.raises(ValueError, match=r"unknown selector 'best'; known: all, heads, hkvd, none, random"):
+        with pytest.raises(
+            ValueError, match=r"unknown selector 'best'; known: all, anchor, heads, hkvd, none, probe, random"
+        ):
             make_engine(selector="best")
         with pytest.raises(ValueError, match="on_unsupported"):
             make_engine(on_unsupported="maybe")
@@ -281,7 +283,7 @@ class TestUnsupported:
     def test_a_model_that_computes_something_else_fails_the_self_test(
         self, make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr(BlendPass, "_mask", lambda self: torch.ones(1, 1, len(self._rows), 40, dtype=torch.bool))
+        monkeypatch.setattr(RowSet, "mask", lambda self: torch.ones(1, 1, len(self), 40, dtype=torch.bool))
         with pytest.raises(UnsupportedModelError, match="partial recompute differs"):
             make_engine()
 

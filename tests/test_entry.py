@@ -351,17 +351,32 @@ def test_a_lying_entry_is_refused(chunk: ChunkKV, data: bytes, lie: str) -> None
     assert refused_or_right(told, chunk) is True
 
 
-@pytest.mark.parametrize(
-    "lie", ["header length 2**62", "token ids outside", "huge shape", "offsets outside", "a pickle"]
-)
-def test_a_lie_makes_nobody_allocate(chunk: ChunkKV, data: bytes, lie: str) -> None:
-    told = LIES[lie](data)
+BIG = 2 * 2**20 * TOKENS * HEAD_DIM
+BIG_LIES = {
+    **{name: LIES[name] for name in ("header length 2**62", "huge shape", "offsets outside", "a pickle")},
+    "a GiB of token ids": _set("token_ids", to={"dtype": "I32", "shape": [2**28], "data_offsets": [0, 2**30]}),
+    "large layers": _all_layers(shape=[2, 2**20, TOKENS, HEAD_DIM], data_offsets=[96, 96 + 2 * BIG]),
+}
+
+
+@pytest.mark.parametrize("lie", BIG_LIES)
+def test_a_lie_makes_nobody_allocate(chunk: ChunkKV, data: bytes, lie: str, tmp_path: Path) -> None:
+    disk = DiskBackend(tmp_path)
+    disk.write(key_of(chunk), BIG_LIES[lie](data))
     tracemalloc.start()
     try:
-        assert refused_or_right(told, chunk) is True
+        with disk.open(key_of(chunk)) as reader, pytest.raises(CorruptChunkError):
+            read_header(reader, key_of(chunk))
         assert tracemalloc.get_traced_memory()[1] < 1 << 20
     finally:
         tracemalloc.stop()
+
+
+def test_a_header_is_not_believed_before_all_layers_are_there(chunk: ChunkKV, data: bytes) -> None:
+    backend = MemoryBackend()
+    backend.write(key_of(chunk), data[:-1])
+    with backend.open(key_of(chunk)) as reader, pytest.raises(CorruptChunkError, match="outside"):
+        read_header(reader, key_of(chunk))
 
 
 def test_rewriting_a_header_faithfully_changes_nothing(chunk: ChunkKV, data: bytes) -> None:

@@ -18,8 +18,10 @@ from rag_blend.cache import BlendCache
 from rag_blend.chunk import LayerKV
 from rag_blend.match import Match
 from rag_blend.models import ModelAdapter, adapter_for
-from rag_blend.plan import BlendPlan, Positions, plan_blend
-from rag_blend.selectors import TokenSelector, selector_names
+from rag_blend.plan import plan_blend
+from rag_blend.rows import RowSet
+from rag_blend.selectors import selector_names
+from rag_blend.selectors.all import AllSelector
 
 EVERY_MODEL = pytest.mark.parametrize("family", FAMILIES)
 EVERY_ROPE = pytest.mark.parametrize("rope", ROPES)
@@ -117,14 +119,6 @@ def test_a_moved_chunk_has_the_keys_of_its_new_place(
     assert deeper > 1e-3, "layer 1 must differ, or nothing was reused"
 
 
-class _Given(TokenSelector):
-    def __init__(self, positions: list[int]) -> None:
-        self.positions = positions
-
-    def select(self, plan: BlendPlan, ratio: float | None) -> Positions:
-        return np.asarray(self.positions, dtype=np.int64)
-
-
 class _Exact:
     """Stored rows taken from a full prefill of the same prompt, so that any set of recomputed rows is exact."""
 
@@ -142,7 +136,8 @@ def blend_over_exact_rows(adapter: ModelAdapter, ids: torch.Tensor, rows: list[i
     with torch.no_grad():
         adapter.model(ids, use_cache=True, **{adapter.cache_argument: cache})
         chunk = Match("", 3, num_tokens - 6, 0, num_tokens - 6)
-        blend = BlendPass(adapter, plan_blend(num_tokens, [], [chunk]), _Given(rows), None, _Exact(cache))
+        plan = plan_blend(num_tokens, [], [chunk])
+        blend = BlendPass(adapter, plan, np.asarray(rows, dtype=np.int64), _Exact(cache), AllSelector())
         blended = BlendCache(adapter.num_layers, placer=blend)
         with adapter.layer_hooks(blend.before_layer, blended):
             logits = adapter.model(ids, use_cache=True, **{adapter.cache_argument: blended}).logits
@@ -169,11 +164,11 @@ def test_no_recomputed_token_sees_a_later_one(family: str, attention: str) -> No
 
 
 def test_the_mask_test_notices_a_bottom_right_triangle(monkeypatch: pytest.MonkeyPatch) -> None:
-    def bottom_right(self: BlendPass) -> torch.Tensor:
-        rows, total = len(self._rows), self._num_tokens
+    def bottom_right(self: RowSet) -> torch.Tensor:
+        rows, total = len(self), self._num_tokens
         return torch.ones(rows, total, dtype=torch.bool).tril(total - rows)[None, None]
 
-    monkeypatch.setattr(BlendPass, "_mask", bottom_right)
+    monkeypatch.setattr(RowSet, "mask", bottom_right)
     model = random_model()
     ids = torch.randint(5, 500, (1, 50), generator=torch.Generator().manual_seed(1))
     logits, _ = blend_over_exact_rows(ModelAdapter(model), ids, [4, 9, 10, 11, 30, 44])

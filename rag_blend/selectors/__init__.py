@@ -6,9 +6,9 @@ import importlib
 import pkgutil
 from typing import cast
 
-from rag_blend.selectors.base import ScoreSelector, TokenSelector
+from rag_blend.selectors.base import AttentionSelector, ScoreSelector, TokenSelector
 
-__all__ = ["ScoreSelector", "TokenSelector", "selector_names", "selector_of"]
+__all__ = ["AttentionSelector", "ScoreSelector", "TokenSelector", "selector_names", "selector_of"]
 
 
 def selector_names() -> list[str]:

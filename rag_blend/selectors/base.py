@@ -6,10 +6,13 @@ import math
 from abc import ABC, abstractmethod
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from rag_blend.chunk import LayerKV
 from rag_blend.plan import BlendPlan, Positions
+
+Attention = npt.NDArray[np.float32]
 
 
 class TokenSelector(ABC):
@@ -65,6 +68,38 @@ class ScoreSelector(TokenSelector):
     def refine(self, fresh: LayerKV, cached: LayerKV, num_kept: int) -> torch.Tensor:
         """The `num_kept` tokens with the highest score."""
         return torch.topk(self.score(fresh, cached), num_kept).indices
+
+
+class AttentionSelector(TokenSelector):
+    """Chooses by the attention that tokens receive from the question, found by a cheap pass over the stored rows.
+
+    Attributes:
+        probe_depth: Share of the model's layers that the pass runs through.
+        probe_from: Share of the model's layers whose attention does not count.
+    """
+
+    probe_depth: float = 1.0
+    probe_from: float = 0.0
+
+    @abstractmethod
+    def select_by_attention(self, plan: BlendPlan, ratio: float | None, received: Attention) -> Positions:
+        """Like `select`, knowing what the question looks at.
+
+        Args:
+            plan: The prompt's layout.
+            ratio: See `select`.
+            received: Attention that each prompt token receives, float32, shape (num_tokens,).
+        """
+
+    def select(self, plan: BlendPlan, ratio: float | None) -> Positions:
+        """Not possible without a probe."""
+        raise NotImplementedError(f"{type(self).__name__} needs a probe")
+
+
+def top(candidates: Positions, received: Attention, count: int) -> Positions:
+    """The `count` candidates that receive most attention, ascending."""
+    best = np.argsort(-received[candidates], kind="stable")[:count]
+    return np.sort(candidates[best])
 
 
 def share_of(count: int, ratio: float) -> int:

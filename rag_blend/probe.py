@@ -1,0 +1,155 @@
+"""A cheap look ahead: run only the question over the stored rows and see which of them it attends to.
+
+The idea of FusionRAG (arXiv 2601.12904) and ProphetKV (arXiv 2602.02579): what must be right is what the question
+reads. The pass costs (question tokens) / (prompt tokens) of a prefill; nothing of a chunk is computed in it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from transformers import AttentionInterface
+
+from rag_blend.cache import BlendCache
+from rag_blend.chunk import LayerKV
+from rag_blend.errors import GenerationCancelledError
+from rag_blend.models import ModelAdapter
+from rag_blend.plan import BlendPlan
+from rag_blend.rows import LayerSource, RowSet
+from rag_blend.selectors.base import Attention
+
+_ATTENTION = "rag_blend_probe"
+
+
+class ProbePass:
+    """One pass of the question over stored rows; use it once.
+
+    Args:
+        adapter: The model.
+        plan: The prompt's layout.
+        source: Brings the stored rows.
+        first_layer: The first layer whose attention counts.
+        last_layer: The pass ends before this layer.
+        cancel: Checked before each layer.
+    """
+
+    def __init__(
+        self,
+        adapter: ModelAdapter,
+        plan: BlendPlan,
+        source: LayerSource,
+        first_layer: int,
+        last_layer: int,
+        cancel: threading.Event | None = None,
+    ) -> None:
+        self._adapter = adapter
+        self._source = source
+        self._first = first_layer
+        self._last = last_layer
+        self._cancel = cancel
+        # All fresh rows are run, since nothing is stored for those between chunks; the question's attention counts.
+        self._rows = RowSet(adapter, plan.num_tokens, torch.from_numpy(plan.fresh).to(adapter.device))
+        self._question = len(plan.question)
+        self._fetched: dict[int, LayerKV] = {}
+        self._layer_idx = 0
+        self._received = torch.zeros(plan.num_tokens, device=adapter.device)
+
+    @property
+    def computed(self) -> int:
+        """Rows whose q/k/v the pass computes, summed over layers."""
+        return len(self._rows) * self._last
+
+    def run(self, input_ids: torch.Tensor) -> tuple[Attention, LayerSource]:
+        """Run the pass over the prompt, shape (1, num_tokens).
+
+        Returns:
+            The attention that each prompt token receives from the question, averaged over layers, heads and question
+            tokens, float32, shape (num_tokens,); and a source of the same rows for the pass that follows, which
+            computes the fresh ones again.
+        """
+        cache = BlendCache(self._adapter.num_layers, placer=self)
+        arguments = {self._adapter.cache_argument: cache}
+        with torch.no_grad(), self._observed(), self._adapter.layer_hooks(self.before_layer, cache):
+            with contextlib.suppress(_DeepEnough):
+                self._adapter.model.base_model(input_ids=input_ids, use_cache=True, **arguments)
+        received = self._received / (self._last - self._first)
+        return received.cpu().numpy(), _Replay(self._fetched, self._source)
+
+    def before_layer(self, layer_idx: int, hidden_states: torch.Tensor, kwargs: dict[str, Any]) -> torch.Tensor:
+        """A `LayerHook`."""
+        if layer_idx == self._last:
+            raise _DeepEnough
+        if self._cancel is not None and self._cancel.is_set():
+            raise GenerationCancelledError("cancelled during prefill")
+        self._layer_idx = layer_idx
+        if layer_idx == 0:
+            hidden_states = hidden_states[:, self._rows.positions]
+        kwargs.update(self._rows.arguments(kwargs))
+        return hidden_states
+
+    def place(self, layer_idx: int, keys: torch.Tensor, values: torch.Tensor) -> tuple[LayerKV, int]:
+        """A `KVPlacer`."""
+        whole = self._source.layer(layer_idx)
+        self._rows.write(whole, LayerKV(keys, values))
+        self._fetched[layer_idx] = whole
+        return whole, len(self._received)
+
+    @contextlib.contextmanager
+    def _observed(self) -> Iterator[None]:
+        """Let the model's attention report its weights, for the time of the pass."""
+        AttentionInterface.register(_ATTENTION, self._attend)
+        config = self._adapter.config
+        usual = config._attn_implementation
+        config._attn_implementation = _ATTENTION
+        try:
+            yield
+        finally:
+            config._attn_implementation = usual
+
+    def _attend(
+        self,
+        module: torch.nn.Module,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        scaling: float,
+        **kwargs: Any,
+    ) -> tuple[torch.Tensor, None]:
+        """Plain attention of few rows; query is (1, num_heads, num_rows, head_dim)."""
+        _, heads, rows, dim = query.shape
+        kv_heads = key.shape[1]
+        grouped = query.reshape(kv_heads, heads // kv_heads * rows, dim)
+        scores = torch.matmul(grouped, key[0].transpose(1, 2)).mul_(scaling).view(kv_heads, -1, rows, key.shape[2])
+        if attention_mask is not None:
+            scores = _masked(scores, attention_mask[0])
+        weights = scores.softmax(-1, dtype=torch.float32)
+        if self._layer_idx >= self._first:
+            self._received += weights[:, :, -self._question :].mean(dim=(0, 1, 2))
+        output = torch.matmul(weights.to(value.dtype).view(kv_heads, -1, key.shape[2]), value[0])
+        return output.view(1, heads, rows, value.shape[-1]).transpose(1, 2).contiguous(), None
+
+
+def _masked(scores: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    if mask.dtype == torch.bool:
+        return scores.masked_fill_(~mask, torch.finfo(scores.dtype).min)
+    return scores.add_(mask)
+
+
+class _DeepEnough(Exception):
+    pass
+
+
+class _Replay:
+    """Layers that have been fetched once, then the rest."""
+
+    def __init__(self, fetched: dict[int, LayerKV], rest: LayerSource) -> None:
+        self._fetched = fetched
+        self._rest = rest
+
+    def layer(self, layer_idx: int) -> LayerKV:
+        return self._fetched.pop(layer_idx, None) or self._rest.layer(layer_idx)

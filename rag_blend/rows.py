@@ -1,0 +1,73 @@
+"""The rows of a prompt that a layer computes: their mask, their positions, their place among the stored rows."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import torch
+
+from rag_blend.chunk import LayerKV
+from rag_blend.models import ModelAdapter
+
+
+class LayerSource(Protocol):
+    """Where the stored rows come from; see `LayerPrefetcher`."""
+
+    def layer(self, layer_idx: int) -> LayerKV:
+        """Keys (after RoPE) and values, (1, num_kv_heads, num_tokens + room, head_dim), to be written to."""
+
+
+class RowSet:
+    """Some rows of a prompt.
+
+    Args:
+        adapter: The model.
+        num_tokens: Length of the prompt.
+        positions: Positions of the rows, ascending, int64, shape (num_rows,).
+    """
+
+    def __init__(self, adapter: ModelAdapter, num_tokens: int, positions: torch.Tensor) -> None:
+        self.positions = positions
+        self._adapter = adapter
+        self._num_tokens = num_tokens
+        self._arguments: dict[str, Any] | None = None
+
+    def __len__(self) -> int:
+        return len(self.positions)
+
+    def arguments(self, kwargs: dict[str, Any]) -> dict[str, Any]:
+        """A layer's arguments for these rows, from those for the whole prompt; built once for all layers."""
+        if self._arguments is None:
+            self._arguments = self._cut_down(kwargs)
+        return self._arguments
+
+    def write(self, whole: LayerKV, fresh: LayerKV) -> None:
+        """Write fresh rows, (batch, num_kv_heads, num_rows, head_dim), over the stored ones in `whole`."""
+        whole.keys.index_copy_(2, self.positions, fresh.keys.to(whole.keys.dtype))
+        whole.values.index_copy_(2, self.positions, fresh.values.to(whole.values.dtype))
+
+    def indices_of(self, positions: torch.Tensor) -> torch.Tensor:
+        """Where these positions, a subset, stand among the rows."""
+        return torch.searchsorted(self.positions, positions)
+
+    def _cut_down(self, kwargs: dict[str, Any]) -> dict[str, Any]:
+        if len(self) == self._num_tokens:
+            return {}  # the model's own mask is right, and its kernels for it are faster
+        cos, sin = kwargs["position_embeddings"]
+        arguments = {
+            "position_embeddings": (cos[:, self.positions], sin[:, self.positions]),
+            "attention_mask": self.mask(),
+        }
+        for name in ("position_ids", "cache_position"):
+            if kwargs.get(name) is not None:
+                arguments[name] = kwargs[name][..., self.positions]
+        return arguments
+
+    def mask(self) -> torch.Tensor:
+        """Each row sees every position up to its own; shape (1, 1, num_rows, num_tokens)."""
+        everyone = torch.arange(self._num_tokens, device=self.positions.device)
+        visible = (everyone[None, :] <= self.positions[:, None])[None, None]
+        if not self._adapter.attention_is_additive:
+            return visible
+        hidden = torch.finfo(self._adapter.dtype).min
+        return torch.zeros_like(visible, dtype=self._adapter.dtype).masked_fill(~visible, hidden)
