@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import threading
@@ -38,7 +37,7 @@ from rag_blend.generation import (
     wanted_tokens,
 )
 from rag_blend.info import context_window_of
-from rag_blend.ingest import Ingester, IngestReport, head_record
+from rag_blend.ingest import Ingester, IngestReport, read_head
 from rag_blend.models import ModelAdapter, adapter_for, cache_argument_of
 from rag_blend.primer import Primer
 from rag_blend.prompt import prompt_ids
@@ -380,10 +379,10 @@ class BlendEngine:
     def _head_ids(self, digest: str) -> np.ndarray:
         if digest == NO_TOKENS:
             return np.empty(0, dtype=np.int32)
-        data = self._backend.get_record(head_record(self._store, digest))
-        if data is None:
+        ids = read_head(self._store, digest)
+        if ids is None:
             raise KeyError(digest)
-        return np.asarray(json.loads(data), dtype=np.int32)
+        return ids
 
     def _drop_foreign_primes(self) -> list[str]:
         """Delete every chunk that was primed with a text that is no longer accepted."""

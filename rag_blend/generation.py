@@ -245,13 +245,11 @@ def _until_stop(pieces: Iterator[str], stop: Sequence[str]) -> Iterator[str]:
     waiting = ""
     for piece in pieces:
         waiting += piece
-        text = cut_at_stop(waiting, stop)
-        if len(text) < len(waiting):
+        if any(word in waiting for word in stop):
+            # The model stops here; what comes yet may complete a stop string that begins earlier.
+            text = cut_at_stop(waiting + "".join(pieces), stop)
             if text:
                 yield text
-            waiting = ""
-            for _ in pieces:  # whatever follows is behind the stop string; the end still brings the result
-                pass
             return
         ready = len(waiting) - held_back(waiting, stop)
         if ready:

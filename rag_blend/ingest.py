@@ -187,8 +187,11 @@ class Ingester:
 
     def _head_job(self, head: np.ndarray) -> _Job:
         """The head's own cache: behind nothing, so exact for every prompt that begins with it."""
-        record = head_record(self._store, digest_ids(head))
-        self._store.backend.put_record(record, json.dumps(head.tolist()).encode())
+        digest = digest_ids(head)
+        if read_head(self._store, digest) is None:
+            name = _head_record(self._store, digest)
+            self._store.backend.delete_record(name)  # a damaged one would stay for ever: the first writer wins
+            self._store.backend.put_record(name, json.dumps(head.tolist()).encode())
         origin = self._store.origin(NO_TOKENS, NO_TOKENS)
         return _Job(self._store.key_of(origin, head), origin, _NOTHING, head)
 
@@ -252,9 +255,18 @@ class _Job:
     token_ids: np.ndarray
 
 
-def head_record(store: KVStore, head_digest: str) -> str:
-    """Name of the record that holds a head's token ids."""
-    return store.record_name("head", head_digest)
+def read_head(store: KVStore, digest: str) -> np.ndarray | None:
+    """Token ids of the head with this digest, int32; None when they are unknown or damaged."""
+    try:
+        data = store.backend.get_record(_head_record(store, digest))
+        ids = np.asarray(json.loads(data or b"null"), dtype=np.int32)
+    except (OSError, ValueError, TypeError, OverflowError):
+        return None
+    return ids if ids.ndim == 1 and digest_ids(ids) == digest else None
+
+
+def _head_record(store: KVStore, digest: str) -> str:
+    return store.record_name("head", digest)
 
 
 def _batches(jobs: Sequence[_Job]) -> Iterator[list[_Job]]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -34,6 +34,10 @@ class Segment:
 
     def __len__(self) -> int:
         return self.end - self.start
+
+    def head(self, num_tokens: int) -> Segment:
+        """Its first tokens, at most `num_tokens`."""
+        return replace(self, end=min(self.end, self.start + num_tokens))
 
 
 @dataclass(frozen=True, slots=True)

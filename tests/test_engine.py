@@ -202,6 +202,17 @@ class TestTrouble:
         stats = engine.prefill(prompt_with(*texts[:4])).stats
         assert stats.mode == "full"
 
+    def test_a_damaged_head_record_is_a_miss_until_the_next_ingestion(
+        self, make_engine: MakeEngine, texts: list[str], tmp_path: Path
+    ) -> None:
+        make_engine(storage=tmp_path).ingest(texts, head=HEAD, progress=False)
+        for record in (tmp_path / "records").glob("*.json"):
+            record.write_bytes(b"[1, 2")
+        engine = make_engine(storage=tmp_path)
+        assert engine.prefill(prompt_with(*texts[:3])).stats.reused_tokens == 0
+        engine.ingest(texts, head=HEAD, progress=False)
+        assert engine.prefill(prompt_with(*texts[:3])).stats.hits == 4
+
     def test_streaming_survives_a_damaged_entry(
         self, make_engine: MakeEngine, texts: list[str], tmp_path: Path
     ) -> None:

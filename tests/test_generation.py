@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 import pytest
 from conftest import random_model, random_text
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from transformers import LogitsProcessor, PreTrainedModel
 
@@ -22,7 +22,8 @@ PROMPT = random_text(1)
 ALPHABET = st.text(alphabet="ab ", max_size=12)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
+@example(["ba", "a"], ["a", "baa"])
 @given(st.lists(ALPHABET, max_size=6), st.lists(st.text(alphabet="ab", min_size=1, max_size=3), max_size=3))
 def test_streamed_pieces_add_up_to_the_cut_text(pieces: list[str], stop: list[str]) -> None:
     assert "".join(until_stop(iter(pieces), stop)) == cut_at_stop("".join(pieces), stop)

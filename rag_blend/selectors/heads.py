@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from rag_blend.plan import BlendPlan, Positions, Segment, positions_of
+from rag_blend.plan import BlendPlan, Positions, positions_of
 from rag_blend.selectors.base import TokenSelector, share_of
 
 
@@ -20,9 +20,6 @@ class HeadsSelector(TokenSelector):
 
     def select(self, plan: BlendPlan, ratio: float | None) -> Positions:
         """The first `num_tokens` (or the first `ratio`) of every segment."""
-        return positions_of(self._head(segment, ratio) for segment in plan.blended)
-
-    def _head(self, segment: Segment, ratio: float | None) -> Segment:
-        count = self.num_tokens if ratio is None else share_of(len(segment), ratio)
-        end = min(segment.end, segment.start + count)
-        return Segment(segment.start, end, segment.key, segment.offset, segment.exact)
+        if ratio is None:
+            return positions_of(segment.head(self.num_tokens) for segment in plan.blended)
+        return positions_of(segment.head(share_of(len(segment), ratio)) for segment in plan.blended)
