@@ -91,8 +91,8 @@ class BlendEngine:
         model: A causal language model of transformers.
         tokenizer: Its tokenizer.
         storage: Where caches live: a directory, a URL, a `StorageBackend`, or None for this process's memory.
-        selector: Which reusable tokens are recomputed: a name (``"heads"``, ``"hkvd"``, ``"random"``, ``"all"``,
-            ``"none"``) or a `TokenSelector`.
+        selector: Which reusable tokens are recomputed: a name (``"heads"``, ``"hkvd"``, ``"probe"``,
+            ``"anchor"``, ``"random"``, ``"all"``, ``"none"``) or a `TokenSelector`.
         recompute_ratio: Share of the reusable tokens to recompute. None: the selector's own default. 1.0: all of
             them, whatever the selector, and nothing is taken from the store.
         prime: ``"sample"``, ``"none"`` or a text: what stands between head and chunk while a chunk is ingested.
