@@ -12,6 +12,7 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # libgomp's spinning costs 
 import hashlib
 import logging
 import statistics
+import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -53,32 +54,38 @@ class Answer:
     logits: torch.Tensor
 
 
-class RecordingEngine(BlendEngine):
-    """Remembers the prompt that the query engine sent."""
-
-    prompt: str | Sequence[int] = ""
-
-    def generate(self, prompt: str | Sequence[int], *args: Any, **kwargs: Any) -> Generation:
-        self.prompt = prompt
-        return super().generate(prompt, *args, **kwargs)
-
-
 class FirstLogits(LogitsProcessor):
     """Keeps the logits from which the first token is chosen."""
 
-    logits: torch.Tensor | None = None
+    taken: torch.Tensor
 
     def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor) -> torch.FloatTensor:
-        if self.logits is None:
-            self.logits = scores[0].clone()
+        if not hasattr(self, "taken"):
+            self.taken = scores[0].clone()
         return scores
+
+
+class RecordingEngine(BlendEngine):
+    """Remembers the last prompt that the query engine sent, and the answer to it."""
+
+    prompt: str | Sequence[int] = ""
+    answer: Answer
+
+    def generate(self, prompt: str | Sequence[int], *args: Any, **kwargs: Any) -> Generation:
+        first = FirstLogits()
+        generation = super().generate(prompt, *args, **kwargs, logits_processor=[first])
+        self.prompt, self.answer = prompt, Answer(generation, first.taken)
+        return generation
 
 
 def main() -> None:
     logging.basicConfig(level=logging.WARNING, format="%(message)s")
     disable_progress_bar()
     own = os.environ.get("DOCS")
-    documents = load_documents(Path(own) if own else None)
+    try:
+        documents = load_documents(Path(own) if own else None)
+    except OSError as error:
+        sys.exit(f"{error}\nDOCS must name a directory of .txt, .md or .rst files.")
     model_dir = demo_model_dir()
     tokenizer = AutoTokenizer.from_pretrained(model_dir)
     model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32, attn_implementation="sdpa")
@@ -90,7 +97,7 @@ def main() -> None:
     ours, published = make_engines(model, tokenizer, documents)
     with ours, published:
         index = build_index(documents, tokenizer)
-        llm = BlendLLM(engine=ours, max_new_tokens=ANSWER_TOKENS)
+        llm = BlendLLM(engine=ours, max_new_tokens=ANSWER_TOKENS, generate_kwargs={"do_sample": False})
         ingest(llm, index)
         rows = [
             ask(question, index, llm, ours, published) for question in (questions_for(documents) if own else QUESTIONS)
@@ -125,8 +132,8 @@ def ingest(llm: BlendLLM, index: VectorStoreIndex) -> None:
     report = llm.attach(index)
     if report.chunks:
         console.print(
-            f"[bold]Indexed[/]: {report.chunks} chunks of {report.tokens:,} tokens prefilled once in "
-            f"{report.seconds:.0f} s ({report.tokens / report.seconds:.0f} tokens/s), {report.bytes / 1e6:.0f} MB kept"
+            f"[bold]Indexed[/]: {report.chunks} chunks prefilled once, in {report.seconds:.0f} s "
+            f"({report.tokens / report.seconds:.0f} tokens/s), {report.bytes / 1e6:.0f} MB of caches"
         )
     if report.skipped:
         console.print(f"[bold]Reused[/]: the caches of {report.skipped} chunks were in the store already")
@@ -135,15 +142,14 @@ def ingest(llm: BlendLLM, index: VectorStoreIndex) -> None:
 def ask(
     question: str, index: VectorStoreIndex, llm: BlendLLM, ours: RecordingEngine, published: BlendEngine
 ) -> dict[str, Answer]:
-    """Let the query engine ask, then answer its very prompt with each policy, and show what came out."""
+    """Let the query engine ask; answer its very prompt by full prefill and by CacheBlend as well; show all three."""
     response = index.as_query_engine(llm=llm, similarity_top_k=CHUNKS_PER_PROMPT).query(question)
-    prompt = ours.prompt
     chunks = [hit.node.get_content(MetadataMode.LLM) for hit in response.source_nodes]
     published.ingest(chunks, head=llm.head(), progress=False)
     answers = {
-        "full prefill": answer(ours, prompt, reuse=False),
-        "CacheBlend as published": answer(published, prompt),
-        "rag_blend": answer(ours, prompt),
+        "full prefill": answer(ours, ours.prompt, reuse=False),
+        "CacheBlend as published": answer(published, ours.prompt),
+        "rag_blend": ours.answer,
     }
     show(question, answers)
     return answers
@@ -151,18 +157,10 @@ def ask(
 
 def answer(engine: BlendEngine, prompt: str | Sequence[int], reuse: bool = True) -> Answer:
     first = FirstLogits()
-    # BlendEngine itself, so that the recording is not overwritten.
-    generation = BlendEngine.generate(
-        engine,
-        prompt,
-        ANSWER_TOKENS,
-        add_special_tokens=False,
-        reuse=reuse,
-        do_sample=False,
-        logits_processor=[first],
+    generation = BlendEngine.generate(  # not the recording one
+        engine, prompt, ANSWER_TOKENS, add_special_tokens=False, reuse=reuse, do_sample=False, logits_processor=[first]
     )
-    assert first.logits is not None
-    return Answer(generation, first.logits)
+    return Answer(generation, first.taken)
 
 
 def numbers_table(title: str, *columns: str) -> Table:

@@ -10,12 +10,13 @@ from rag_blend.errors import (
 from rag_blend.generation import Generation, GenerationStats, TextStream
 from rag_blend.info import ModelInfo, read_model_info
 from rag_blend.ingest import IngestReport
-from rag_blend.selectors import ScoreSelector, TokenSelector
+from rag_blend.selectors import AttentionSelector, ScoreSelector, TokenSelector
 from rag_blend.storage import StorageBackend
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "AttentionSelector",
     "BlendEngine",
     "ForgetReport",
     "Generation",

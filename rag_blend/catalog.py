@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -10,6 +11,8 @@ import numpy as np
 
 from rag_blend.chunk import GENERIC_HEAD, NO_TOKENS, ChunkOrigin, digest_ids
 from rag_blend.match import ChunkIndex, Match
+
+logger = logging.getLogger(__name__)
 
 TokenIdsOf = Callable[[str], np.ndarray]
 _EDGE_TOKENS = 3  # so many tokens may change where two texts meet
@@ -22,11 +25,14 @@ class Findings(NamedTuple):
         prefix: Matches that are exact where they stand.
         chunks: Matches that can be blended, best first.
         elsewhere: Chunks that are stored, but only behind another head: not to be used.
+        lost: Keys of chunks of which at least 16 tokens seem to lie in the prompt, but which could not be read. The
+            catalog has removed them, so each is reported once.
     """
 
     prefix: list[Match]
     chunks: list[Match]
     elsewhere: list[Match]
+    lost: list[str]
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +72,8 @@ class ChunkCatalog:
         self._head_ids_of = head_ids_of
         self._any_head = any_head
         self._groups: dict[tuple[str, bool], _Group] = {}
+        self._lost: set[str] = set()
+        self._reported_heads: set[str] = set()
 
     def __len__(self) -> int:
         return sum(len(group.index) for group in self._groups.values())
@@ -75,7 +83,9 @@ class ChunkCatalog:
         try:
             group = self._group(origin)
         except KeyError:
+            self._report_head(origin.head)
             return
+        self._reported_heads.discard(origin.head)
         group.index.add(key, token_ids)
 
     def remove(self, keys: Iterable[str]) -> None:
@@ -84,8 +94,22 @@ class ChunkCatalog:
             for group in self._groups.values():
                 group.index.remove(key)
 
+    def clear(self) -> None:
+        """Forget all chunks."""
+        self._groups.clear()
+
     def find(self, prompt_ids: np.ndarray) -> Findings:
         """Find stored chunks in a prompt, (num_tokens,) int32."""
+        lost: set[str] = set()
+        while True:  # an index gives up after many chunks in vain
+            found = self._find(prompt_ids)
+            if not self._lost:
+                return found._replace(lost=sorted(lost))
+            self.remove(self._lost)
+            lost |= self._lost
+            self._lost.clear()
+
+    def _find(self, prompt_ids: np.ndarray) -> Findings:
         prefix: list[Match] = []
         chunks: list[tuple[bool, Match]] = []
         unsuited: list[_Group] = []
@@ -103,7 +127,7 @@ class ChunkCatalog:
         prefix.sort(key=lambda m: (m.start, -m.length))
         chunks.sort(key=lambda c: (not c[0], -c[1].length, c[1].start))
         elsewhere = [] if chunks else self._elsewhere(prompt_ids, unsuited, prefix)
-        return Findings(prefix, [match for _, match in chunks], elsewhere)
+        return Findings(prefix, [match for _, match in chunks], elsewhere, [])
 
     def _elsewhere(self, prompt_ids: np.ndarray, groups: Iterable[_Group], usable: Iterable[Match]) -> list[Match]:
         """Matches of groups that do not suit, each place once, apart from what can be used anyway."""
@@ -123,8 +147,23 @@ class ChunkCatalog:
             head_ids = None if origin.head == GENERIC_HEAD else self._head_ids_of(origin.head)
             if head_ids is not None and digest_ids(head_ids) != origin.head:
                 raise KeyError(origin.head)  # exactness is claimed on the strength of these ids
-            self._groups[at] = _Group(head_ids, at[1], ChunkIndex(self._token_ids_of))
+            self._groups[at] = _Group(head_ids, at[1], ChunkIndex(self._ids_or_lost))
         return self._groups[at]
+
+    def _ids_or_lost(self, key: str) -> np.ndarray:
+        try:
+            return self._token_ids_of(key)
+        except KeyError:
+            self._lost.add(key)
+            raise
+
+    def _report_head(self, head: str) -> None:
+        """One warning for all chunks of a head."""
+        if head not in self._reported_heads:
+            logger.warning(
+                "the head %s of stored chunks is damaged or unknown, they are not used; ingest again", head[:12]
+            )
+            self._reported_heads.add(head)
 
 
 def common_prefix(left: np.ndarray, right: np.ndarray) -> int:

@@ -34,11 +34,12 @@ from rag_blend.generation import (
     TextStream,
     cut_at_stop,
     generate_arguments,
+    stop_strings,
     wanted_tokens,
 )
 from rag_blend.info import context_window_of
 from rag_blend.ingest import Ingester, IngestReport, read_head
-from rag_blend.models import ModelAdapter, adapter_for, cache_argument_of
+from rag_blend.models import ModelAdapter, adapter_for, cache_argument_of, lock_of
 from rag_blend.primer import Primer
 from rag_blend.prompt import prompt_ids
 from rag_blend.runner import BlendPolicy, PromptRunner
@@ -127,7 +128,7 @@ class BlendEngine:
             raise ValueError(f"on_unsupported must be 'error' or 'full', not {on_unsupported!r}")
         self._model = model.eval()
         self.tokenizer = tokenizer
-        self._lock = threading.RLock()
+        self._lock = lock_of(model)
         self._adapter = self._adapt(on_unsupported)
         self._cache_argument = cache_argument_of(model)
         self.context_window = context_window_of(model.config, tokenizer)
@@ -165,6 +166,8 @@ class BlendEngine:
             UnsupportedModelError: The model cannot be blended correctly.
             OSError: There is no such model.
         """
+        if _looks_local(path_or_hub_id) and not os.path.isdir(path_or_hub_id):
+            raise FileNotFoundError(f"there is no model directory {os.fspath(path_or_hub_id)!r}")
         device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
         dtype = dtype or (torch.float32 if device.type == "cpu" else "auto")
         loading = {"attn_implementation": "sdpa", "dtype": dtype, **(model_kwargs or {})}
@@ -206,14 +209,18 @@ class BlendEngine:
             texts: The chunks, as they will stand in prompts. Outer whitespace does not matter.
             head: What will stand in front of the first chunk of a prompt (chat template, instructions), as text
                 without special tokens added, or as token ids. Prompts that begin otherwise do not reuse these
-                chunks, and prompts that do reuse the head itself exactly. None: any prompt may use them.
+                chunks; prompts that begin so reuse the head itself exactly, from 16 tokens on. None: any prompt may
+                use them.
             doc_ids: One id per text, for `forget`.
             progress: Show a progress bar.
 
         Raises:
             ValueError: `doc_ids` and `texts` differ in length.
+            TypeError: One of them is not a sequence of strings.
             OSError: The storage refused; what was written before stays.
         """
+        _require_strings("texts", texts)
+        _require_strings("doc_ids", doc_ids or ())
         if doc_ids is not None and len(doc_ids) != len(texts):
             raise ValueError(f"{len(texts)} texts, but {len(doc_ids)} doc_ids")
         if self._adapter is None:
@@ -246,8 +253,8 @@ class BlendEngine:
             prompt: Text or token ids. Text gets the tokenizer's special tokens unless it already begins with BOS;
                 pass `add_special_tokens=False` for the output of a chat template.
             add_special_tokens: Overrides that rule.
-            selector: Another selector than the engine's, for this prompt.
-            recompute_ratio: Another ratio, for this prompt.
+            selector: Another selector than the engine's, for this prompt; the engine's ratio stays.
+            recompute_ratio: Another ratio than the engine's, for this prompt.
             reuse: False: plain full prefill, whatever is stored.
 
         Raises:
@@ -268,7 +275,7 @@ class BlendEngine:
         self,
         prompt: str | Sequence[int],
         max_new_tokens: int | None = None,
-        stop: Sequence[str] | None = None,
+        stop: str | Sequence[str] | None = None,
         *,
         add_special_tokens: bool | None = None,
         cancel: threading.Event | None = None,
@@ -281,8 +288,8 @@ class BlendEngine:
 
         Args:
             prompt: See `prefill`.
-            max_new_tokens: Upper limit; less when the context window ends before. None: what `generation_config`
-                says, else 256.
+            max_new_tokens: Upper limit; less when the context window ends before. None: what `generation_config`, the
+                given one or the model's, says, else 256.
             stop: The answer ends before the first of these strings.
             add_special_tokens: See `prefill`.
             cancel: Set it to stop; the call then raises.
@@ -298,13 +305,13 @@ class BlendEngine:
         """
         policy = self._policy_for(selector, recompute_ratio, reuse)
         ids = self._checked_ids(prompt, add_special_tokens)
-        return self._generate(ids, policy, max_new_tokens, stop or (), cancel, None, generation_kwargs)
+        return self._generate(ids, policy, max_new_tokens, stop_strings(stop), cancel, None, generation_kwargs)
 
     def stream(
         self,
         prompt: str | Sequence[int],
         max_new_tokens: int | None = None,
-        stop: Sequence[str] | None = None,
+        stop: str | Sequence[str] | None = None,
         *,
         add_special_tokens: bool | None = None,
         cancel: threading.Event | None = None,
@@ -321,30 +328,37 @@ class BlendEngine:
         policy = self._policy_for(selector, recompute_ratio, reuse)
         ids = self._checked_ids(prompt, add_special_tokens)
         cancel = cancel or threading.Event()
-        stop = tuple(stop or ())
+        words = stop_strings(stop)
 
         def run(streamer: PieceStreamer) -> Generation:
-            return self._generate(ids, policy, max_new_tokens, stop, cancel, streamer, generation_kwargs)
+            return self._generate(ids, policy, max_new_tokens, words, cancel, streamer, generation_kwargs)
 
-        return TextStream(run, self.tokenizer, stop, cancel)
+        return TextStream(run, self.tokenizer, words, cancel)
 
     def forget(self, doc_ids: Iterable[str]) -> ForgetReport:
-        """Delete what is stored for these documents, except chunks that other named documents contain as well."""
+        """Delete what is stored for these documents, except chunks that other named documents contain as well.
+
+        Priming samples drawn from one of them go too, whichever engine of this namespace has drawn them, with every
+        chunk primed with them.
+
+        Raises:
+            OSError: The storage refused; call again to finish.
+        """
         documents = set(doc_ids)
         with self._lock:
-            keys = [key for document in sorted(documents) for key in self._store.forget(document)]
-            renewed = self._primer.forget(documents)
-            if renewed:
-                logger.warning("the text that chunks were primed with is forgotten; ingest the rest again")
-                keys += self._drop_foreign_primes()
+            samples = self._primer.drawn_from(documents)
+            keys = self._store.forget(documents, samples.primes)
             self._catalog.remove(keys)
-        return ForgetReport(len(keys), renewed)
+            self._primer.drop(samples)  # last: until then, calling again would find what is primed with them
+        if samples.records:
+            logger.warning("a text that chunks were primed with is forgotten; ingest the rest again")
+        return ForgetReport(len(keys), bool(samples.records))
 
     def refresh(self) -> None:
         """Take over what other processes have stored since this engine was made."""
         with self._lock:
             self._primer.reload()
-            self._catalog = self._empty_catalog()
+            self._catalog.clear()  # not replaced: an ingestion that waits for the lock goes on with it
             for key, header in self._store.scan():
                 if header.origin.prime == NO_TOKENS == header.origin.head or self._primer.accepts(header.origin.prime):
                     self._catalog.add(key, header.origin, header.token_ids)
@@ -369,7 +383,7 @@ class BlendEngine:
         except UnsupportedModelError as error:
             if on_unsupported == "error":
                 raise
-            logger.warning("%s", error)
+            logger.warning("%s It is served by plain full prefill.", error.reason)
             return None
         return adapter
 
@@ -384,24 +398,20 @@ class BlendEngine:
             raise KeyError(digest)
         return ids
 
-    def _drop_foreign_primes(self) -> list[str]:
-        """Delete every chunk that was primed with a text that is no longer accepted."""
-        stale = [
-            key
-            for key, header in self._store.scan()
-            if header.origin.prime != NO_TOKENS and not self._primer.accepts(header.origin.prime)
-        ]
-        for key in stale:
-            self._backend.delete(key)
-        return stale
-
     def _policy_for(self, selector: str | TokenSelector | None, ratio: float | None, reuse: bool) -> BlendPolicy:
-        if selector is None and ratio is None:
-            return replace(self._policy, reuse=reuse)
-        return BlendPolicy.of(self._policy.selector if selector is None else selector, ratio, reuse)
+        return BlendPolicy.of(
+            self._policy.selector if selector is None else selector,
+            self._policy.ratio if ratio is None else ratio,
+            reuse,
+        )
 
     def _checked_ids(self, prompt: str | Sequence[int], add_special_tokens: bool | None) -> np.ndarray:
         ids = prompt_ids(self.tokenizer, prompt, add_special_tokens)
+        vocab_size = self._model.get_input_embeddings().num_embeddings
+        if ids.max() >= vocab_size:
+            raise ValueError(
+                f"token id {ids.max()} is outside the vocabulary of {self.model_name} ({vocab_size} tokens)"
+            )
         if len(ids) >= self.context_window:
             raise PromptTooLongError(
                 f"the prompt has {len(ids)} tokens, but the context window of {self.model_name} is "
@@ -425,7 +435,9 @@ class BlendEngine:
         started = time.perf_counter()
         cancel = cancel or threading.Event()
         clock = FirstTokenClock(cancel)
-        wanted = wanted_tokens(max_new_tokens, kwargs.get("generation_config"))
+        wanted = wanted_tokens(
+            max_new_tokens, kwargs.get("generation_config") or self._model.generation_config, len(ids)
+        )
         max_new_tokens = min(wanted, self.context_window - len(ids))
         arguments = generate_arguments(self._model, self.tokenizer, max_new_tokens, stop, clock, kwargs)
 
@@ -467,3 +479,14 @@ class BlendEngine:
         if self._adapter is None:
             return call(None), GenerationStats(prompt_tokens=len(ids), fresh_tokens=len(ids))
         return PromptRunner(self._adapter, self._store).run(ids, self._catalog, policy, call, room, cancel)
+
+
+def _require_strings(name: str, values: Iterable[str]) -> None:
+    if isinstance(values, str) or not all(isinstance(value, str) for value in values):
+        raise TypeError(f"{name} must be a list of strings")
+
+
+def _looks_local(path_or_hub_id: str | os.PathLike[str]) -> bool:
+    """A hub id is `name` or `owner/name`; anything else must be a path."""
+    text = os.fspath(path_or_hub_id)
+    return not isinstance(path_or_hub_id, str) or text.startswith((os.sep, ".", "~")) or text.count("/") > 1

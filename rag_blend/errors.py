@@ -18,10 +18,18 @@ class RagBlendError(Exception):
 
 
 class UnsupportedModelError(RagBlendError):
-    """The model cannot be blended correctly; the text names the reason and the way out."""
+    """The model cannot be blended correctly.
+
+    Attributes:
+        reason: Which model, and why; the exception's text adds the way out.
+    """
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(f"{reason} Use on_unsupported='full' to serve it by plain full prefill, without any reuse.")
+        self.reason = reason
 
 
-class PromptTooLongError(RagBlendError, ValueError):
+class PromptTooLongError(RagBlendError):
     """The prompt and the requested answer do not fit the model's context window."""
 
 

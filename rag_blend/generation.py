@@ -88,11 +88,27 @@ DEFAULT_NEW_TOKENS = 256
 _CONTRADICTORY = ("cache", "cache_implementation", "inputs_embeds", "past_key_values", "prefill_chunk_size")
 
 
-def wanted_tokens(max_new_tokens: int | None, config: GenerationConfig | None) -> int:
+def wanted_tokens(max_new_tokens: int | None, config: GenerationConfig, prompt_tokens: int) -> int:
     """How many tokens the caller wants at most: by argument, by configuration, or by default."""
     if max_new_tokens is not None:
         return max_new_tokens
-    return (config.max_new_tokens if config is not None else None) or DEFAULT_NEW_TOKENS
+    if config.max_new_tokens is not None:
+        return int(config.max_new_tokens)
+    if config.max_length is not None and config.max_length > prompt_tokens:
+        return int(config.max_length) - prompt_tokens
+    return DEFAULT_NEW_TOKENS
+
+
+def stop_strings(stop: str | Sequence[str] | None) -> tuple[str, ...]:
+    """The caller's stop strings as a tuple.
+
+    Raises:
+        ValueError: One of them is empty.
+    """
+    words = (stop,) if isinstance(stop, str) else tuple(stop or ())
+    if not all(words):
+        raise ValueError("a stop string must not be empty")
+    return words
 
 
 def generate_arguments(
@@ -114,7 +130,7 @@ def generate_arguments(
             raise ValueError(f"{name} cannot be given: the engine brings its own cache")
     if kwargs.get("use_cache", True) is False or getattr(config, "use_cache", True) is False:
         raise ValueError("use_cache=False cannot be given: reusing caches is what the engine is for")
-    if kwargs.get("num_return_sequences", 1) != 1:
+    if any((n or 1) != 1 for n in (kwargs.get("num_return_sequences"), getattr(config, "num_return_sequences", None))):
         raise ValueError("one answer per call: num_return_sequences must be 1")
     arguments = {**kwargs, "max_new_tokens": max_new_tokens}
     arguments["stopping_criteria"] = StoppingCriteriaList([clock, *kwargs.get("stopping_criteria", ())])

@@ -148,6 +148,7 @@ class Ingester:
         heads = [] if head is None else [self._head_job(head)]
         missing = self._unknown([*heads, *jobs])
         num_bytes = self._compute(missing, progress)
+        self._link(jobs, documents)  # again, for what was written while somebody forgot the document
         computed = [job for job in missing if job.key in num_bytes and job not in heads]
         return IngestReport(
             chunks=len(computed),
@@ -241,6 +242,9 @@ class Ingester:
             except ValueError as error:
                 logger.warning("a chunk is not cached: %s", error)
                 continue
+            except OSError as error:
+                error.add_note("What was stored before stays; ingest again when the storage has room.")
+                raise
             num_bytes[written.key] = written.num_bytes
             with self._lock:
                 self._catalog.add(job.key, job.origin, job.token_ids)
@@ -260,7 +264,7 @@ def read_head(store: KVStore, digest: str) -> np.ndarray | None:
     try:
         data = store.backend.get_record(_head_record(store, digest))
         ids = np.asarray(json.loads(data or b"null"), dtype=np.int32)
-    except (OSError, ValueError, TypeError, OverflowError):
+    except (OSError, ValueError, TypeError, OverflowError, RecursionError):
         return None
     return ids if ids.ndim == 1 and digest_ids(ids) == digest else None
 

@@ -11,8 +11,10 @@ import hashlib
 import json
 import logging
 from collections.abc import Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from importlib import resources
+from typing import NamedTuple
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
@@ -24,6 +26,7 @@ from rag_blend.store import KVStore
 logger = logging.getLogger(__name__)
 
 _NOTHING = np.empty(0, dtype=np.int32)
+_KIND = "prime-sample"
 _PASSAGES = 4  # a sample is drawn from at least this many passages
 _SHARED_RUN = 16  # a chunk that shares so many consecutive tokens with a priming text is not primed with it
 
@@ -40,26 +43,51 @@ class Sample:
     texts: tuple[np.ndarray, ...]
     documents: frozenset[str]
 
-    def to_json(self) -> bytes:
-        """As a small record."""
-        fields = [[text.tolist() for text in self.texts], sorted(self.documents)]
-        return json.dumps({"sample": fields, "digest": digest_json(fields)}).encode()
+    @property
+    def primes(self) -> frozenset[str]:
+        """The digests of its texts."""
+        return frozenset(digest_ids(text) for text in self.texts)
+
+    def to_json(self, namespace: str) -> bytes:
+        """As a small record, which tells whose it is: whoever forgets a document must find it."""
+        record = {
+            "kind": _KIND,
+            "namespace": namespace,
+            "documents": sorted(self.documents),
+            "texts": [text.tolist() for text in self.texts],
+        }
+        return json.dumps({**record, "digest": digest_json(record)}).encode()
 
     @classmethod
-    def from_json(cls, data: bytes) -> Sample:
+    def from_json(cls, data: bytes, namespace: str) -> Sample:
         """From a record made by `to_json`.
 
         Raises:
-            ValueError: It is damaged.
+            ValueError: It is damaged, something else, or of another tenant.
         """
         try:
             record = json.loads(data)
-            (texts, documents), digest = record["sample"], record["digest"]
-        except (LookupError, TypeError, RecursionError) as error:
+            kind, owner, digest = record["kind"], record["namespace"], record.pop("digest")
+        except (LookupError, TypeError, AttributeError, RecursionError) as error:
             raise ValueError(f"not a priming sample: {error}") from error
-        if digest_json(record["sample"]) != digest:
+        if (kind, owner) != (_KIND, namespace):
+            raise ValueError(f"not a priming sample of the tenant {namespace!r}")
+        if digest_json(record) != digest:
             raise ValueError("a priming sample that does not match its digest")
-        return cls(tuple(np.asarray(text, dtype=np.int32) for text in texts), frozenset(documents))
+        texts = tuple(np.asarray(text, dtype=np.int32) for text in record["texts"])
+        return cls(texts, frozenset(record["documents"]))
+
+
+class DrawnSamples(NamedTuple):
+    """The recorded samples that were drawn from some documents.
+
+    Attributes:
+        records: Names of their records.
+        primes: Digests of their texts.
+    """
+
+    records: tuple[str, ...]
+    primes: frozenset[str]
 
 
 class Primer:
@@ -78,7 +106,7 @@ class Primer:
         self._store = store
         self._num_tokens = num_tokens
         self._sampling = choice == "sample" and num_tokens > 0
-        self._record = store.record_name("prime-sample", str(num_tokens))
+        self._record = store.record_name(_KIND, str(num_tokens))
         if self._sampling:
             bundled = (resources.files("rag_blend") / "data" / "prime.txt").read_text("utf-8")
             self._fixed = chunk_ids(tokenizer, [bundled])[0][:num_tokens]
@@ -93,7 +121,7 @@ class Primer:
         return prime in self._digests
 
     def reload(self) -> None:
-        """Take over the sample that this or another process has recorded."""
+        """Take over the sample that this or another process has recorded, or that it was dropped."""
         self._sample = self._recorded_sample() if self._sampling else None
         texts = [*(self._sample.texts if self._sample else ()), self._fixed]
         self._texts = [(text, _runs(text)) for text in texts]
@@ -101,20 +129,41 @@ class Primer:
 
     def learn(self, chunks: Sequence[np.ndarray], documents: Sequence[str]) -> None:
         """Draw and record the sample, if there is none yet and the collection is large enough."""
-        if not self._sampling or self._sample is not None:
+        if not self._sampling:
+            return
+        self.reload()  # another process may have forgotten the document that the sample came from
+        if self._sample is not None:
             return
         sample = draw_sample(chunks, documents, self._num_tokens)
         if sample is not None:
-            self._store.backend.put_record(self._record, sample.to_json())
+            self._store.backend.put_record(self._record, sample.to_json(self._store.namespace))
             self.reload()  # another process may have been first
 
-    def forget(self, documents: set[str]) -> bool:
-        """Drop the sample if it was drawn from one of these documents; returns whether it was."""
-        if self._sample is None or not (self._sample.documents & documents):
-            return False
-        self._store.backend.delete_record(self._record)
+    def drawn_from(self, documents: AbstractSet[str]) -> DrawnSamples:
+        """The tenant's samples, of all models and lengths, that were drawn from one of these documents.
+
+        Raises:
+            OSError: A record cannot be read, so it is not known where it came from.
+        """
+        samples: dict[str, Sample] = {}
+        for name in self._store.backend.records():
+            try:
+                sample = Sample.from_json(self._store.backend.get_record(name) or b"", self._store.namespace)
+            except ValueError:
+                continue
+            if sample.documents & documents:
+                samples[name] = sample
+        return DrawnSamples(tuple(samples), frozenset[str]().union(*(sample.primes for sample in samples.values())))
+
+    def drop(self, samples: DrawnSamples) -> None:
+        """Delete samples, once nothing is stored any more that was primed with them.
+
+        Raises:
+            OSError: The medium refused.
+        """
+        for name in samples.records:
+            self._store.backend.delete_record(name)
         self.reload()
-        return True
 
     def text_for(self, chunk: np.ndarray) -> np.ndarray:
         """Priming token ids for a chunk: the first text that does not contain part of it."""
@@ -127,12 +176,13 @@ class Primer:
             if data is None:
                 return None
             try:
-                return Sample.from_json(data)
+                return Sample.from_json(data, self._store.namespace)
             except ValueError:
                 logger.warning("the recorded priming sample is damaged; a new one will be drawn")
                 self._store.backend.delete_record(self._record)
         except OSError as error:
             logger.warning("the recorded priming sample cannot be read: %s", error)
+            return self._sample
         return None
 
 
@@ -145,7 +195,9 @@ def draw_sample(chunks: Sequence[np.ndarray], documents: Sequence[str], num_toke
         None when the collection has less than eight times `num_tokens` (too many of its chunks would be primed
         with parts of themselves), or too few passages.
     """
-    unique = {chunk.tobytes(): (chunk, document) for chunk, document in zip(chunks, documents, strict=True)}
+    # Of copies, one that belongs to a document counts: it must be known when that document is forgotten.
+    passages = sorted(zip(chunks, documents, strict=True), key=lambda passage: passage[1] != "")
+    unique = {chunk.tobytes(): (chunk, document) for chunk, document in passages}
     if sum(len(chunk) for chunk, _ in unique.values()) < 8 * num_tokens:
         return None
     order = sorted(unique, key=lambda raw: hashlib.sha256(raw).digest())

@@ -21,6 +21,7 @@ from rag_blend.prefetch import LayerPrefetcher, LostChunkError
 from rag_blend.probe import ProbePass
 from rag_blend.rows import LayerSource
 from rag_blend.selectors import AttentionSelector, TokenSelector, selector_of
+from rag_blend.selectors.all import AllSelector
 from rag_blend.store import KVStore
 
 logger = logging.getLogger(__name__)
@@ -50,13 +51,17 @@ class BlendPolicy:
         """
         if ratio is not None and not 0.0 <= ratio <= 1.0:
             raise ValueError(f"recompute_ratio must lie between 0 and 1, got {ratio}")
-        chosen = selector_of("all" if ratio == 1.0 else selector)
-        return cls(chosen, 1.0 if chosen.default_ratio == 1.0 else ratio, reuse)
+        return cls(selector_of(selector), ratio, reuse)
 
     @property
     def recomputes_everything(self) -> bool:
-        """Whether nothing at all may come from the store."""
-        return self.ratio == 1.0
+        """Whether nothing at all may come from the store: ratio 1, whatever the selector, or `all`."""
+        return self.ratio == 1.0 or isinstance(self.selector, AllSelector)
+
+    @property
+    def acting_selector(self) -> TokenSelector:
+        """The selector that does it."""
+        return AllSelector() if self.recomputes_everything else self.selector
 
 
 class PromptRunner:
@@ -96,7 +101,8 @@ class PromptRunner:
         """
         lost = 0
         while True:
-            plan, elsewhere = self._plan(ids, catalog, policy)
+            plan, elsewhere, vanished = self._plan(ids, catalog, policy)
+            lost += vanished
             try:
                 value, stats = self._run_plan(ids, plan, policy, call, room, cancel)
             except LostChunkError as error:
@@ -105,9 +111,10 @@ class PromptRunner:
                 continue
             return value, replace(stats, misses=lost + elsewhere)
 
-    def _plan(self, ids: np.ndarray, catalog: ChunkCatalog, policy: BlendPolicy) -> tuple[BlendPlan, int]:
+    def _plan(self, ids: np.ndarray, catalog: ChunkCatalog, policy: BlendPolicy) -> tuple[BlendPlan, int, int]:
+        """What to reuse; how many chunks are stored for another head; how many were gone when they were looked for."""
         if not policy.reuse:
-            return BlendPlan(len(ids), ()), 0
+            return BlendPlan(len(ids), ()), 0, 0
         found = catalog.find(ids)
         if found.elsewhere:
             logger.info(
@@ -115,8 +122,10 @@ class PromptRunner:
                 "ingest them with this prompt's head, or use any_head=True", len(found.elsewhere),
             )  # fmt: skip
         if policy.recomputes_everything:  # even what would be exact, but for 16-bit storage
-            return plan_blend(len(ids), [], [*found.prefix, *found.chunks]), len(found.elsewhere)
-        return plan_blend(len(ids), found.prefix, found.chunks), len(found.elsewhere)
+            plan = plan_blend(len(ids), [], [*found.prefix, *found.chunks])
+        else:
+            plan = plan_blend(len(ids), found.prefix, found.chunks)
+        return plan, len(found.elsewhere), len(found.lost)
 
     def _run_plan(
         self,
@@ -134,7 +143,7 @@ class PromptRunner:
         angles = adapter.rotary.angles(plan.num_tokens, adapter.device)
         with LayerPrefetcher(plan, self._store, adapter, angles, room) as prefetcher:
             chosen, source, charge = self._select(ids, plan, policy, prefetcher, cancel)
-            blend = BlendPass(adapter, plan, chosen, source, policy.selector, policy.ratio, cancel)
+            blend = BlendPass(adapter, plan, chosen, source, policy.acting_selector, policy.ratio, cancel)
             cache = BlendCache(adapter.num_layers, room, blend)
             with adapter.layer_hooks(blend.before_layer, cache):
                 value = call(cache)
@@ -149,7 +158,7 @@ class PromptRunner:
         cancel: threading.Event | None,
     ) -> tuple[Positions, LayerSource, int]:
         """The tokens to recompute, where the stored rows are now, and the rows that choosing them has cost."""
-        selector, layers = policy.selector, self._adapter.num_layers
+        selector, layers = policy.acting_selector, self._adapter.num_layers
         if not isinstance(selector, AttentionSelector):
             return selector.select(plan, policy.ratio), source, 0
         if not len(plan.reusable):

@@ -7,6 +7,7 @@ import logging
 import threading
 from collections import Counter, OrderedDict
 from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Set as AbstractSet
 from typing import NamedTuple
 
 import numpy as np
@@ -117,19 +118,19 @@ class KVStore:
             self._count("missing")
             raise
 
-    def discard_damaged(self, key: str, reason: Exception) -> None:
-        """Set a damaged entry aside and count it."""
-        logger.warning("setting a damaged cache entry aside, it will be recomputed: %s", reason)
+    def discard_damaged(self, key: str, reason: Exception, level: int = logging.WARNING) -> None:
+        """Set a damaged entry aside, count it and log it."""
+        logger.log(level, "setting a damaged cache entry aside, it will be recomputed: %s", reason)
         self._count("corrupt")
         try:
             self.backend.quarantine(key)
         except OSError as error:
-            self.count_unavailable(key, error)
+            self.count_unavailable(key, error, level)
         self._forget_header(key)
 
-    def count_unavailable(self, key: str, reason: Exception) -> None:
-        """Count an entry that the medium did not deliver."""
-        logger.warning("cache entry %s cannot be read, it will be recomputed: %s", key[:12], reason)
+    def count_unavailable(self, key: str, reason: Exception, level: int = logging.WARNING) -> None:
+        """Count and log an entry that the medium did not deliver."""
+        logger.log(level, "cache entry %s cannot be read, it will be recomputed: %s", key[:12], reason)
         self._count("unavailable")
 
     def has(self, key: str) -> bool:
@@ -161,16 +162,14 @@ class KVStore:
                 self._headers.popitem(last=False)
         return stored.header.token_ids
 
-    def scan(self) -> Iterator[tuple[str, EntryHeader]]:
-        """All entries of this model and tenant; others are counted and skipped."""
+    def scan(self, any_model: bool = False) -> Iterator[tuple[str, EntryHeader]]:
+        """All entries of this model and tenant; others are counted and skipped.
+
+        Args:
+            any_model: Those of the tenant's other models as well.
+        """
         try:
-            for key in self.backend.keys():
-                try:
-                    stored = self.open(key)
-                except StoreError:
-                    continue
-                stored.close()
-                yield key, stored.header
+            yield from self._scan(any_model)
         except OSError as error:
             logger.warning("not all stored cache entries could be listed: %s", error)
             self._count("unavailable")
@@ -179,40 +178,67 @@ class KVStore:
         """Record which entries a document of this tenant needs."""
         self.backend.link(self._document(document), keys)
 
-    def forget(self, document: str) -> list[str]:
-        """Delete the entries that only this document of this tenant needs; returns their keys.
+    def forget(self, documents: AbstractSet[str], primes: AbstractSet[str] = frozenset()) -> list[str]:
+        """Delete the entries that only these documents need, and those primed with one of these texts.
+
+        Args:
+            documents: Documents of this tenant.
+            primes: Digests of priming texts; entries of all the tenant's models count.
+
+        Returns:
+            Keys of the entries, sorted.
 
         Raises:
-            OSError: The medium refused. What was not deleted is still known as the document's: call again.
+            OSError: The medium refused. Nothing is forgotten that calling again would need.
         """
-        keys = self.backend.unlink(self._document(document))
-        for done, key in enumerate(keys):
+        # The table comes last: on a full medium it cannot be changed before something was deleted.
+        names = {self._document(document) for document in documents}
+        keys = {*self.backend.needed_only_by(names), *self._primed_with(primes)}
+        for key in sorted(keys):
             self._forget_header(key)
-            try:
-                self.backend.delete(key)
-            except OSError:
-                self.backend.link(self._document(document), keys[done:])
-                raise
-        return keys
+            self.backend.delete(key)
+        self.backend.unlink(names)
+        return sorted(keys)
 
     def record_name(self, *parts: str) -> str:
         """Name of a small record of this model and tenant."""
         return digest_json([self.fingerprint, self.namespace, *parts])
 
-    def _open(self, key: str) -> StoredChunk:
+    def _primed_with(self, primes: AbstractSet[str]) -> list[str]:
+        if not primes:
+            return []
+        return [key for key, header in self._scan(any_model=True) if header.origin.prime in primes]
+
+    def _scan(self, any_model: bool) -> Iterator[tuple[str, EntryHeader]]:
+        """Like `scan`, but a listing that breaks off is an OSError."""
+        unreadable = 0
+        for key in self.backend.keys():
+            try:
+                stored = self._open(key, any_model, logging.DEBUG)
+            except (ChunkNotFoundError, FingerprintMismatchError):
+                continue
+            except StoreError:
+                unreadable += 1
+                continue
+            stored.close()
+            yield key, stored.header
+        if unreadable:  # one line, however many: a store is opened again and again
+            logger.warning("%d stored cache entries cannot be read, they will be recomputed", unreadable)
+
+    def _open(self, key: str, any_model: bool = False, level: int = logging.WARNING) -> StoredChunk:
         try:
             reader = self.backend.open(key)
             try:
                 header = read_header(reader, key)
-                self._refuse_foreign(header)
+                self._refuse_foreign(header, any_model)
             except BaseException:
                 reader.close()
                 raise
         except CorruptChunkError as error:
-            self.discard_damaged(key, error)
+            self.discard_damaged(key, error, level)
             raise
         except OSError as error:
-            self.count_unavailable(key, error)
+            self.count_unavailable(key, error, level)
             raise StoreError(f"{key[:12]}: {error}") from error
         return StoredChunk(key, header, reader)
 
@@ -223,9 +249,9 @@ class KVStore:
     def _document(self, document: str) -> str:
         return json.dumps([self.namespace, document])  # no choice of names makes two tenants' documents meet
 
-    def _refuse_foreign(self, header: EntryHeader) -> None:
+    def _refuse_foreign(self, header: EntryHeader, any_model: bool) -> None:
         origin = header.origin
-        if (origin.fingerprint, origin.namespace) != (self.fingerprint, self.namespace):
+        if origin.namespace != self.namespace or not (any_model or origin.fingerprint == self.fingerprint):
             self._count("foreign")
             raise FingerprintMismatchError("made by another model, tokenizer or dtype, or for another tenant")
 

@@ -14,6 +14,7 @@ HEAD, OTHER_HEAD = token_ids(100, 12), token_ids(101, 12)
 A, B, C = (token_ids(i, 40) for i in (1, 2, 3))
 QUESTION = token_ids(200, 9)
 PRIME = digest_ids([7, 7, 7])
+NOTHING = Findings([], [], [], [])
 
 
 class Shelf:
@@ -45,7 +46,7 @@ def places(matches: list[Match]) -> list[tuple[str, int, int, int]]:
 
 
 def test_an_empty_catalog_finds_nothing(shelf: Shelf) -> None:
-    assert shelf.find(HEAD, A) == ([], [], [])
+    assert shelf.find(HEAD, A) == NOTHING
     assert len(shelf.catalog) == 0
 
 
@@ -185,7 +186,7 @@ def test_a_removed_chunk_is_not_found(shelf: Shelf) -> None:
     assert len(shelf.catalog) == 3
     shelf.catalog.remove([b, "0" * 64, "no key"])
     assert len(shelf.catalog) == 2
-    assert shelf.find(HEAD, B) == ([], [], [])
+    assert shelf.find(HEAD, B) == NOTHING
     shelf.catalog.remove([a, c])
     assert len(shelf.catalog) == 0
     shelf.add(A)
@@ -208,13 +209,61 @@ def test_a_chunk_whose_head_is_not_what_its_digest_says_is_left_out(shelf: Shelf
     shelf.heads[digest_ids(HEAD)] = OTHER_HEAD  # a damaged record
     shelf.add(A)
     assert len(shelf.catalog) == 0
-    assert shelf.find(OTHER_HEAD, A) == ([], [], [])
+    assert shelf.find(OTHER_HEAD, A) == NOTHING
 
 
-def test_a_chunk_that_vanished_is_not_found(shelf: Shelf) -> None:
-    a = shelf.add(A)
-    del shelf.ids[a]
-    assert shelf.find(HEAD, A) == ([], [], [])
+def test_an_unknown_head_is_named_once(shelf: Shelf, caplog: pytest.LogCaptureFixture) -> None:
+    for text in (A, B, C):
+        shelf.add(text, head="f" * 64)
+        shelf.add(text, head="e" * 64)
+        shelf.add(text)
+    assert [r.levelname for r in caplog.records] == ["WARNING"] * 2
+    assert "ffffffffffff" in caplog.text and "ingest again" in caplog.text
+    assert len(shelf.catalog) == 3
+
+
+def test_a_repaired_head_is_used_and_missed_again_when_it_is_damaged_again(
+    shelf: Shelf, caplog: pytest.LogCaptureFixture
+) -> None:
+    head = token_ids(300, 12)
+    shelf.add(A, head=head)
+    shelf.heads[digest_ids(head)] = head
+    shelf.add(A, head=head)
+    assert len(shelf.find(head, A).prefix) == 1
+    shelf.catalog.clear()
+    assert len(shelf.catalog) == 0 and shelf.find(head, A) == NOTHING
+    del shelf.heads[digest_ids(head)]
+    shelf.add(A, head=head)
+    assert len(caplog.records) == 2
+
+
+def test_a_chunk_that_vanished_is_reported_once(shelf: Shelf) -> None:
+    a, b, c = shelf.add(A), shelf.add(B), shelf.add(C)
+    del shelf.ids[a], shelf.ids[c]
+    found = shelf.find(HEAD, A, B, A, QUESTION)
+    assert found.lost == [a]
+    assert [m.key for m in found.chunks] == [b]
+    assert len(shelf.catalog) == 2  # the other one has not been missed yet
+    found = shelf.find(HEAD, A, B, A, QUESTION)
+    assert found.lost == [] and [m.key for m in found.chunks] == [b]
+    assert shelf.find(HEAD, C).lost == [c]
+    assert shelf.find(HEAD, C) == NOTHING
+
+
+def test_vanished_chunks_of_every_group_are_reported(shelf: Shelf) -> None:
+    keys = [shelf.add(A), shelf.add(A, prime=PRIME), shelf.add(A, head=OTHER_HEAD), shelf.add(A, head=GENERIC_HEAD)]
+    for key in keys:
+        del shelf.ids[key]
+    assert sorted(shelf.find(HEAD, A).lost) == sorted(keys)
+    assert len(shelf.catalog) == 0
+
+
+def test_however_many_have_vanished_the_next_search_is_clean(shelf: Shelf) -> None:
+    texts = [token_ids(seed, 20) for seed in range(1000, 1700)]
+    keys = [shelf.add(text) for text in texts]
+    shelf.ids.clear()
+    assert sorted(shelf.find(HEAD, *texts).lost) == sorted(keys)
+    assert shelf.find(HEAD, *texts) == NOTHING
 
 
 def test_a_damaged_middle_gives_an_exact_part_and_a_blended_one(shelf: Shelf) -> None:

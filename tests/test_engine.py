@@ -11,7 +11,15 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import random_model, random_text, small_tokenizer
-from transformers import GenerationConfig, GPT2Config, GPT2LMHeadModel, MistralConfig, MistralForCausalLM
+from transformers import (
+    GenerationConfig,
+    GPT2Config,
+    GPT2LMHeadModel,
+    MistralConfig,
+    MistralForCausalLM,
+    PhiConfig,
+    PhiForCausalLM,
+)
 
 from rag_blend import BlendEngine, GenerationCancelledError, PromptTooLongError, UnsupportedModelError
 from rag_blend.rows import RowSet
@@ -235,6 +243,19 @@ class TestTrouble:
         answer = make_engine().generate([7, 8] * 510, max_new_tokens=50, eos_token_id=None)
         assert len(answer.token_ids) == 4
 
+    def test_wrong_types_are_named(self, make_engine: MakeEngine) -> None:
+        engine = make_engine()
+        with pytest.raises(TypeError, match="texts must be a list of strings"):
+            engine.ingest("one long text", progress=False)
+        with pytest.raises(TypeError, match="texts must be a list of strings"):
+            engine.ingest(["a", None], progress=False)  # type: ignore[list-item]
+        with pytest.raises(TypeError, match="doc_ids must be a list of strings"):
+            engine.ingest(["a", "b"], doc_ids="ab", progress=False)
+        with pytest.raises(ValueError, match="token id 600 is outside the vocabulary"):
+            engine.generate([5, 600])
+        with pytest.raises(ValueError, match="stop string must not be empty"):
+            engine.generate("the river", stop=[""])
+
     @pytest.mark.parametrize("prompt", ["", []])
     def test_nothing_to_answer(self, prompt: str | list[int], make_engine: MakeEngine) -> None:
         with pytest.raises(ValueError, match="no tokens"):
@@ -244,6 +265,15 @@ class TestTrouble:
     def test_ratio_out_of_range(self, ratio: float, make_engine: MakeEngine) -> None:
         with pytest.raises(ValueError, match="between 0 and 1"):
             make_engine(recompute_ratio=ratio)
+
+    def test_a_call_may_set_another_ratio_than_the_engine(self, make_engine: MakeEngine, texts: list[str]) -> None:
+        engine = make_engine(recompute_ratio=1.0)
+        engine.ingest(texts, progress=False)
+        assert engine.prefill(prompt_with(*texts)).stats.recompute_ratio == 1.0
+        assert engine.prefill(prompt_with(*texts), recompute_ratio=0.2).stats.recompute_ratio < 0.25
+        half = make_engine(recompute_ratio=0.5)
+        half.ingest(texts, progress=False)
+        assert 0.49 < half.prefill(prompt_with(*texts), selector="random").stats.recompute_ratio < 0.52
 
     def test_unknown_names(self, make_engine: MakeEngine) -> None:
         with pytest.raises(
@@ -279,6 +309,13 @@ class TestUnsupported:
         assert "".join(engine.stream(prompt_with(*texts[:2]), 6, do_sample=False)) == answer.text
         prefill = engine.prefill(prompt_with(*texts[:2]))
         assert int(prefill.logits.argmax()) == answer.token_ids[0]
+
+    def test_a_family_that_is_driven_differently_is_refused_or_served(self, make_engine: MakeEngine) -> None:
+        """Phi rotates part of each head only, which the self-test does not survive."""
+        model = PhiForCausalLM(PhiConfig(**_small(), partial_rotary_factor=0.5))
+        with pytest.raises(UnsupportedModelError, match=r"PhiForCausalLM .* the self-test failed"):
+            make_engine(model=model)
+        assert make_engine(model=model, on_unsupported="full").generate("the river", 3).stats.mode == "full"
 
     def test_sliding_windows_are_refused(self, make_engine: MakeEngine) -> None:
         model = MistralForCausalLM(MistralConfig(**_small(), sliding_window=64))
@@ -354,6 +391,8 @@ class TestGenerationArguments:
 
     def test_length_comes_from_the_argument_else_the_config(self, make_engine: MakeEngine) -> None:
         engine = make_engine()
+        short = GenerationConfig(max_length=len(engine.tokenizer("the river")["input_ids"]) + 4, pad_token_id=0)
+        assert len(engine.generate("the river", generation_config=short).token_ids) == 4
         config = GenerationConfig(max_new_tokens=7, eos_token_id=None, pad_token_id=0)
         assert len(engine.generate("the river", generation_config=config).token_ids) == 7
         assert len(engine.generate("the river", 3, generation_config=config).token_ids) == 3
@@ -399,6 +438,16 @@ class TestThreads:
             together = list(pool.map(lambda p: engine.generate(p, 6).token_ids, prompts))
         assert together == alone
 
+    def test_two_engines_on_one_model(self, make_engine: MakeEngine, texts: list[str]) -> None:
+        model = random_model()
+        engines = [make_engine(model=model, prime=prime) for prime in ("none", random_text(50, 30))]
+        for engine in engines:
+            engine.ingest(texts, progress=False)
+        expected = [engine.prefill(prompt_with(*texts)).logits for engine in engines]
+        with ThreadPoolExecutor(4) as pool:
+            results = list(pool.map(lambda i: engines[i % 2].prefill(prompt_with(*texts)).logits, range(80)))
+        assert all(torch.equal(result, expected[i % 2]) for i, result in enumerate(results))
+
     def test_cancelled_before_and_during_prefill(self, make_engine: MakeEngine, texts: list[str]) -> None:
         engine = make_engine()
         engine.ingest(texts, progress=False)
@@ -443,8 +492,8 @@ class TestFromPretrained:
             assert engine.ingest(texts, progress=False).skipped == 6
 
     def test_no_such_model(self, tmp_path: Path) -> None:
-        with pytest.raises(OSError):
-            BlendEngine.from_pretrained(tmp_path / "nothing")
+        with pytest.raises(FileNotFoundError, match="there is no model directory"):
+            BlendEngine.from_pretrained(str(tmp_path / "nothing"))
 
 
 def _small() -> dict[str, int]:

@@ -34,7 +34,8 @@ def backend() -> StorageBackend:
 @pytest.fixture
 def make(backend: StorageBackend, tokenizer: PreTrainedTokenizerFast) -> MakePrimer:
     def make(choice: str = "sample", num_tokens: int = NUM_TOKENS, namespace: str = "tenant", **options: Any) -> Primer:
-        store = KVStore(options.get("backend", backend), "model", namespace, torch.float16)
+        model = options.get("model", "model")
+        store = KVStore(options.get("backend", backend), model, namespace, torch.float16)
         return Primer(choice, num_tokens, tokenizer, store)
 
     return make
@@ -142,9 +143,16 @@ def test_a_small_collection_gives_no_sample(make: MakePrimer) -> None:
     assert digest_ids(primer.text_for(CHUNKS[10])) != bundled
 
 
+def forget(primer: Primer, *documents: str) -> frozenset[str]:
+    """Forget samples; returns the digests of their texts."""
+    drawn = primer.drawn_from(set(documents))
+    primer.drop(drawn)
+    return drawn.primes
+
+
 def test_forgetting_a_source_renews_the_sample(make: MakePrimer) -> None:
     primer = make()
-    assert primer.forget({"doc 0"}) is False
+    assert not primer.drawn_from({"doc 0"}).records
     bundled = digest_ids(primer.text_for(CHUNKS[0]))
     primer.learn(CHUNKS, DOCUMENTS)
     sample = draw_sample(CHUNKS, DOCUMENTS, NUM_TOKENS)
@@ -152,11 +160,12 @@ def test_forgetting_a_source_renews_the_sample(make: MakePrimer) -> None:
     old = [digest_ids(text) for text in sample.texts]
     assert primer.accepts(old[0]) and primer.accepts(old[1])
     unused = set(DOCUMENTS) - sample.documents
-    assert primer.forget(unused) is False
-    assert primer.forget({*unused, min(sample.documents)}) is True
+    assert forget(primer, *unused) == frozenset()
+    assert primer.accepts(old[0])
+    assert forget(primer, *unused, min(sample.documents)) == set(old)
     assert not primer.accepts(old[0]) and not primer.accepts(old[1])
     assert primer.accepts(bundled)
-    assert primer.forget(set(DOCUMENTS)) is False
+    assert forget(primer, *DOCUMENTS) == frozenset()
     assert not make().accepts(old[0])
     rest = [(c, d) for c, d in zip(CHUNKS, DOCUMENTS, strict=True) if d != min(sample.documents)]
     primer.learn([c for c, _ in rest], [d for _, d in rest])
@@ -164,9 +173,72 @@ def test_forgetting_a_source_renews_the_sample(make: MakePrimer) -> None:
     assert digest_ids(primer.text_for(token_ids(99, 60))) != bundled
 
 
+@pytest.mark.parametrize(
+    "by",
+    [{"choice": "none"}, {"choice": "the river"}, {"num_tokens": 32}, {"model": "other"}, {"num_tokens": 0}],
+    ids=str,
+)
+def test_whoever_forgets_finds_the_samples_of_all_models_and_lengths(
+    make: MakePrimer, backend: StorageBackend, by: dict[str, Any]
+) -> None:
+    for options in ({}, {"num_tokens": 16}, {"model": "third"}):
+        make(**options).learn(CHUNKS, DOCUMENTS)
+    make(namespace="other tenant").learn(CHUNKS, DOCUMENTS)
+    backend.put_record("a" * 64, b"[1, 2, 3]")  # a head
+    assert len(list(backend.records())) == 5
+    sample = draw_sample(CHUNKS, DOCUMENTS, 16)
+    assert sample is not None
+    assert forget(make(**by), min(sample.documents)) >= {digest_ids(text) for text in sample.texts}
+    assert len(list(backend.records())) == 2
+    assert make(namespace="other tenant").drawn_from(sample.documents).records
+
+
+def test_a_copy_without_a_document_does_not_hide_the_source() -> None:
+    sample = draw_sample(CHUNKS * 2, [*DOCUMENTS, *[""] * 20], NUM_TOKENS)
+    assert sample is not None and sample.documents
+
+
+def test_another_process_does_not_go_on_with_a_forgotten_text(make: MakePrimer) -> None:
+    first, second, third = make(), make(), make()
+    first.learn(CHUNKS, DOCUMENTS)
+    for other in (second, third):
+        other.learn(CHUNKS, DOCUMENTS)
+    old = forget(first, *DOCUMENTS)
+    assert all(second.accepts(prime) for prime in old)  # it does not know yet
+    second.learn([], [])
+    third.reload()
+    for other in (second, third):
+        assert not any(other.accepts(prime) for prime in old)
+        assert digest_ids(other.text_for(CHUNKS[0])) not in old
+    rest = [token_ids(seed, 60) for seed in range(50, 70)]
+    first.learn(rest, [""] * 20)
+    second.learn(CHUNKS, DOCUMENTS)
+    assert digest_ids(second.text_for(token_ids(99, 60))) == digest_ids(first.text_for(token_ids(99, 60)))
+    assert digest_ids(second.text_for(token_ids(99, 60))) not in old
+
+
+def test_a_record_that_cannot_be_read_for_a_moment_changes_nothing(
+    make: MakePrimer, backend: StorageBackend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    primer = make()
+    primer.learn(CHUNKS, DOCUMENTS)
+    text = primer.text_for(token_ids(99, 60))
+
+    def refuse(name: str) -> bytes | None:
+        raise OSError("Input/output error")
+
+    monkeypatch.setattr(backend, "get_record", refuse)
+    primer.learn(CHUNKS, DOCUMENTS)
+    primer.reload()
+    assert primer.text_for(token_ids(99, 60)).tolist() == text.tolist()
+    with pytest.raises(OSError):
+        primer.drawn_from({"doc 0"})  # what cannot be read may be of this document
+
+
 BROKEN = [
-    b"", b"{", b"[]", b"null", b"7", b'{"texts": [[1]]}', b'{"sample": 5, "digest": ""}', b"\xff\xfe",
-    b'{"sample": [[[1]], ["a"]], "digest": "0"}', b"[" * 100_000,
+    b"", b"{", b"[]", b"null", b"7", b'{"texts": [[1]]}', b"\xff\xfe", b"[" * 100_000,
+    b'{"kind": "prime-sample", "texts": 5, "digest": ""}',
+    b'{"kind": "prime-sample", "namespace": "tenant", "texts": [[1]], "documents": ["a"], "digest": "0"}',
 ]  # fmt: skip
 
 
@@ -175,30 +247,34 @@ def test_a_damaged_record_is_replaced(make: MakePrimer, backend: StorageBackend,
     store = KVStore(backend, "model", "tenant", torch.float16)
     record = store.record_name("prime-sample", str(NUM_TOKENS))
     with pytest.raises(ValueError):
-        Sample.from_json(data)
+        Sample.from_json(data, "tenant")
     backend.put_record(record, data)
     primer = make()
     assert len(primer.text_for(CHUNKS[0])) == NUM_TOKENS
     assert backend.get_record(record) is None
     primer.learn(CHUNKS, DOCUMENTS)
-    assert Sample.from_json(backend.get_record(record) or b"").documents
+    assert Sample.from_json(backend.get_record(record) or b"", "tenant").documents
 
 
 def test_one_changed_id_in_the_record_is_noticed() -> None:
     sample = draw_sample(CHUNKS, DOCUMENTS, NUM_TOKENS)
     assert sample is not None
-    again = Sample.from_json(sample.to_json())
+    again = Sample.from_json(sample.to_json("tenant"), "tenant")
     assert [t.tolist() for t in again.texts] == [t.tolist() for t in sample.texts]
     assert {t.dtype for t in again.texts} == {np.dtype(np.int32)}
     assert again.documents == sample.documents
-    for change in ("texts", "documents"):
-        record = json.loads(sample.to_json())
+    with pytest.raises(ValueError, match="tenant"):
+        Sample.from_json(sample.to_json("other"), "tenant")
+    for change in ("texts", "documents", "namespace"):
+        record = json.loads(sample.to_json("tenant"))
         if change == "texts":
-            record["sample"][0][1][5] += 1
+            record["texts"][1][5] += 1
+        elif change == "documents":
+            record["documents"].pop()
         else:
-            record["sample"][1].pop()
+            record["namespace"] = "other"
         with pytest.raises(ValueError, match="digest"):
-            Sample.from_json(json.dumps(record).encode())
+            Sample.from_json(json.dumps(record).encode(), record["namespace"])
 
 
 def test_a_record_that_cannot_be_read_is_no_obstacle(make: MakePrimer, backend: StorageBackend) -> None:

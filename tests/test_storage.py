@@ -4,6 +4,8 @@ import errno
 import importlib
 import os
 import pkgutil
+import resource
+import shutil
 import signal
 import stat
 import tempfile
@@ -12,7 +14,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from contracts.storage import StorageContract, content, key
+from contracts.storage import StorageContract, content, forget, key
 
 import rag_blend.storage
 from rag_blend.errors import ChunkNotFoundError, CorruptChunkError
@@ -144,7 +146,7 @@ def test_entries_outlive_the_backend(disk: DiskBackend) -> None:
     again = DiskBackend(disk.directory)
     assert list(again.keys()) == [key(1)]
     assert again.get_record(key(2)) == b"y"
-    assert again.unlink("a") == [key(1)]
+    assert forget(again, "a") == [key(1)]
     again.close()
 
 
@@ -267,15 +269,177 @@ def test_everything_is_synced_before_it_gets_its_name(disk: DiskBackend, monkeyp
     assert events == ["fsync file", "replace", "fsync directory"]
 
 
-def test_a_damaged_document_table_stops_nothing_but_itself(disk: DiskBackend) -> None:
+GARBAGE = {
+    "text": b"this is no database" * 500,
+    "bits": bytes(range(256)) * 64,
+    "half": b"SQLite format 3\0" + bytes(90),
+}
+
+
+@pytest.mark.parametrize("content_of_it", GARBAGE.values(), ids=GARBAGE)
+@pytest.mark.parametrize("is_open", [False, True])
+def test_a_damaged_document_table_is_set_aside(
+    disk: DiskBackend, content_of_it: bytes, is_open: bool, caplog: pytest.LogCaptureFixture
+) -> None:
     disk.write(key(1), b"x")
-    (disk.directory / "documents.sqlite").write_bytes(b"this is no database" * 500)
-    again = DiskBackend(disk.directory)
-    assert content(again, key(1)) == b"x"
-    for use in (lambda: again.link("a", [key(1)]), lambda: again.unlink("a")):
-        with pytest.raises(OSError, match=r"documents\.sqlite"):
-            use()
-    again.close()
+    disk.link("before", [key(1)])
+    table = disk.directory / "documents.sqlite"
+    if not is_open:
+        disk.close()
+    with table.open("r+b") as file:  # the same file, as a failing disk would have it
+        file.write(content_of_it)
+    assert content(disk, key(1)) == b"x"
+    assert forget(disk, "before") == []
+    disk.link("after", [key(1)])
+    assert forget(disk, "after") == [key(1)]
+    warnings = [r.message for r in caplog.records if "cannot be forgotten" in r.message]
+    assert len(warnings) == 1 and str(table) in warnings[0] and "ingested again" in warnings[0]
+    assert table.with_name("documents.sqlite.bad").read_bytes().startswith(content_of_it)
+    assert stat.S_IMODE(table.stat().st_mode) == 0o600
+
+
+def test_a_damaged_document_table_and_its_journal_are_set_aside_by_a_link(disk: DiskBackend) -> None:
+    table = disk.directory / "documents.sqlite"
+    table.write_bytes(b"this is no database" * 500)
+    table.with_name("documents.sqlite-journal").write_bytes(b"rolled back into the new table, this would spoil it")
+    disk.link("a", iter([key(1), key(2)]))
+    assert not table.with_name("documents.sqlite-journal").exists()
+    assert forget(disk, "a") == sorted([key(1), key(2)])
+
+
+@pytest.mark.parametrize("make", [os.mkfifo, os.mkdir])
+def test_a_document_table_that_is_no_file(disk: DiskBackend, make: Callable[[Path], None]) -> None:
+    make(disk.directory / "documents.sqlite")
+    disk.link("a", [key(1)])
+    assert forget(disk, "a") == [key(1)]
+
+
+def test_many_processes_meet_a_damaged_document_table(tmp_path: Path) -> None:
+    for turn in range(5):
+        directory = tmp_path / str(turn)
+        directory.mkdir()
+        (directory / "documents.sqlite").write_bytes(b"this is no database" * 500)
+
+        def work(i: int, directory: Path = directory) -> None:
+            backend = DiskBackend(directory)
+            backend.link("doc", [key(i)])
+            backend.close()
+
+        pids = [in_child(lambda i=i: work(i)) for i in range(6)]  # type: ignore[misc]
+        assert [status_of(pid) for pid in pids] == [0] * 6
+        backend = DiskBackend(directory)
+        assert forget(backend, "doc") == sorted(key(i) for i in range(6))
+        backend.close()
+
+
+def test_on_a_full_disk_links_are_read_but_not_removed(disk: DiskBackend) -> None:
+    """Erasing frees space; it must not need any before it has begun."""
+    disk.write(key(1), b"x")
+    disk.link("a", [key(1)])
+    disk.close()
+
+    def on_a_full_disk() -> None:
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (0, resource.RLIM_INFINITY))
+        backend = DiskBackend(disk.directory)
+        assert backend.needed_only_by({"a"}) == [key(1)]
+        assert backend.delete(key(1))
+        with pytest.raises(OSError, match="documents"):
+            backend.unlink({"a"})
+
+    assert status_of(in_child(on_a_full_disk)) == 0
+    assert list(disk.keys()) == []
+    assert forget(disk, "a") == [key(1)]
+
+
+def test_a_removed_directory_is_made_again(disk: DiskBackend) -> None:
+    def use(i: int) -> None:
+        disk.put_record(key(i), b"record")
+        disk.link("a", [key(i)])
+        disk.write(key(i), b"entry")
+
+    use(1)
+    shutil.rmtree(disk.directory)
+    assert forget(disk, "a") == [] == list(disk.keys()) == list(disk.records())
+    assert disk.get_record(key(1)) is None
+    assert not disk.directory.exists()
+    for act in (
+        lambda: disk.put_record(key(2), b"record"),
+        lambda: disk.link("a", [key(2)]),
+        lambda: disk.write(key(2), b"entry"),
+    ):
+        shutil.rmtree(disk.directory, ignore_errors=True)
+        act()
+        assert stat.S_IMODE(disk.directory.stat().st_mode) == 0o700
+    use(2)
+    assert list(disk.keys()) == list(disk.records()) == forget(disk, "a") == [key(2)]
+
+
+def test_a_document_table_that_others_made_again_is_used(disk: DiskBackend) -> None:
+    disk.link("a", [key(1)])
+    shutil.rmtree(disk.directory)
+    other = DiskBackend(disk.directory)
+    other.link("b", [key(2)])
+    for _ in range(2):
+        disk.link("a", [key(3)])
+    assert forget(disk, "a") == [key(3)]
+    assert forget(disk, "b") == [key(2)]
+    assert forget(other, "b") == []
+    other.close()
+
+
+# --- disk: what is no file ---
+
+
+@pytest.fixture(params=["fifo", "directory", "full directory"])
+def obstacle(request: pytest.FixtureRequest) -> Callable[[Path], None]:
+    """Puts something that is no file at a path."""
+
+    def put(path: Path) -> None:
+        path.parent.mkdir(exist_ok=True)
+        if request.param == "fifo":
+            os.mkfifo(path)
+        else:
+            path.mkdir()
+        if request.param == "full directory":
+            (path / "somebody's").write_text("own")
+
+    return put
+
+
+def test_an_obstacle_is_no_entry(disk: DiskBackend, obstacle: Callable[[Path], None]) -> None:
+    before = len(os.listdir("/proc/self/fd"))
+    for turn in range(2):
+        obstacle(entry_path(disk, key(1)))
+        with pytest.raises(OSError, match="not a regular file"):
+            disk.open(key(1))
+        disk.write(key(1), b"x")
+        assert content(disk, key(1)) == b"x"
+        assert disk.delete(key(1)) is True
+        obstacle(entry_path(disk, key(1)))
+        disk.delete(key(1))
+        assert list(disk.keys()) == [], turn
+        obstacle(entry_path(disk, key(1)))
+        disk.quarantine(key(1))
+        disk.write(key(1), b"x")
+        assert disk.delete(key(1)) is True
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_an_obstacle_is_no_record(disk: DiskBackend, obstacle: Callable[[Path], None]) -> None:
+    path = disk.directory / "records" / f"{key(1)}.json"
+    for _ in range(2):
+        obstacle(path)
+        assert list(disk.records()) == []
+        with pytest.raises(OSError, match="not a regular file"):
+            disk.get_record(key(1))
+        disk.put_record(key(1), b"x")
+        disk.put_record(key(1), b"y")
+        assert disk.get_record(key(1)) == b"x"
+        disk.delete_record(key(1))
+        obstacle(path)
+        disk.delete_record(key(1))
+        assert disk.get_record(key(1)) is None
 
 
 def test_a_failing_link_changes_nothing(disk: DiskBackend) -> None:
@@ -285,7 +449,7 @@ def test_a_failing_link_changes_nothing(disk: DiskBackend) -> None:
 
     with pytest.raises(RuntimeError):
         disk.link("a", keys())
-    assert disk.unlink("a") == []
+    assert forget(disk, "a") == []
 
 
 # --- disk: other processes ---
@@ -493,15 +657,15 @@ def test_documents_are_shared_by_processes(disk: DiskBackend) -> None:
 
     pids = [in_child(lambda i=i: link(i)) for i in range(8)]  # type: ignore[misc]
     assert [status_of(pid) for pid in pids] == [0] * 8
-    assert disk.unlink("joint") == sorted(key(i) for i in range(8))
+    assert forget(disk, "joint") == sorted(key(i) for i in range(8))
     for i in range(8):
-        assert disk.unlink(f"own {i}") == [key(("own", i))]
+        assert forget(disk, f"own {i}") == [key(("own", i))]
 
     def unlink() -> None:
-        assert disk.unlink("before") == [key("shared")]
+        assert forget(disk, "before") == [key("shared")]
 
     assert status_of(in_child(unlink)) == 0
-    assert disk.unlink("before") == []
+    assert forget(disk, "before") == []
 
 
 def test_many_processes_may_open_a_new_directory_at_once(tmp_path: Path) -> None:
@@ -517,7 +681,7 @@ def test_many_processes_may_open_a_new_directory_at_once(tmp_path: Path) -> None
         pids = [in_child(lambda i=i: work(i)) for i in range(6)]  # type: ignore[misc]
         assert [status_of(pid) for pid in pids] == [0] * 6
         backend = DiskBackend(directory)
-        assert backend.unlink("doc") == sorted(backend.keys()) == sorted(key(i) for i in range(6))
+        assert forget(backend, "doc") == sorted(backend.keys()) == sorted(key(i) for i in range(6))
         backend.close()
 
 

@@ -1,7 +1,8 @@
 from __future__ import annotations
 
 import errno
-from collections.abc import Callable, Iterator
+import logging
+from collections.abc import Callable, Iterator, Set
 from dataclasses import asdict, fields, replace
 from pathlib import Path
 
@@ -176,7 +177,7 @@ def test_tenants_never_meet(store: KVStore) -> None:
     assert store.record_name("a", "b") != store.record_name("ab")
     store.link("doc", [keys[0]])
     other.link("doc", [keys[1]])
-    assert store.forget("doc") == [keys[0]]
+    assert store.forget({"doc"}) == [keys[0]]
     assert other.has(keys[1])
 
 
@@ -188,7 +189,7 @@ def test_no_name_reaches_another_tenants_document(mine: tuple[str, str], theirs:
     backend = MemoryBackend()
     victim = store_on(backend, namespace=theirs[0])
     victim.link(theirs[1], [victim.put(chunk_of(victim)).key])
-    assert store_on(backend, namespace=mine[0]).forget(mine[1]) == []
+    assert store_on(backend, namespace=mine[0]).forget({mine[1]}) == []
     assert len(list(victim.scan())) == 1
 
 
@@ -295,6 +296,11 @@ class _Flaky(MemoryBackend):
         if "keys" in self.fails:
             raise OSError(errno.EIO, "Input/output error")
 
+    def unlink(self, documents: Set[str]) -> None:
+        if "unlink" in self.fails:
+            raise OSError(errno.ENOSPC, "database or disk is full")
+        super().unlink(documents)
+
     def delete(self, key: str) -> bool:
         if key in self.refuses_to_delete:
             raise OSError(errno.EROFS, "Read-only file system")
@@ -367,6 +373,38 @@ def test_scan_gives_only_what_is_whole_and_ours(store: KVStore) -> None:
     assert store.counts == {"corrupt": 2, "foreign": 2}  # the damaged ones are out of the way
 
 
+def test_scan_of_any_model_stays_with_the_tenant(store: KVStore) -> None:
+    other_model = store_on(store.backend, _changed("weights"))
+    other_tenant = store_on(store.backend, namespace="other")
+    keys = [s.put(chunk_of(s)).key for s in (store, other_model, other_tenant)]
+    assert {key for key, _ in store.scan(any_model=True)} == set(keys[:2])
+    assert {key for key, _ in store.scan()} == set(keys[:1])
+
+
+def test_scan_warns_once_however_much_is_unreadable(store: KVStore, caplog: pytest.LogCaptureFixture) -> None:
+    keys = [store.put(chunk_of(store, seed)).key for seed in range(8)]
+    for key in keys[:3]:
+        path_of(store, key).write_bytes(b"")
+    for key in keys[3:5]:
+        path_of(store, key).unlink()
+        path_of(store, key).mkdir()
+    with caplog.at_level(logging.DEBUG, "rag_blend"):
+        assert {key for key, _ in store.scan()} == set(keys[5:])
+    assert store.counts == {"corrupt": 3, "unavailable": 2}
+    warnings = [r.message for r in caplog.records if r.levelno == logging.WARNING]
+    assert len(warnings) == 1 and "5 stored cache entries" in warnings[0]
+    assert len([r for r in caplog.records if r.levelno == logging.DEBUG]) == 5
+    caplog.clear()
+    store.open(keys[5]).close()
+    with pytest.raises(StoreError):
+        store.open(keys[4])  # asked for by name, it is worth a warning
+    assert [r.levelno for r in caplog.records] == [logging.WARNING]
+    caplog.clear()
+    for key in keys[3:5]:
+        path_of(store, key).rmdir()
+    assert len(list(store.scan())) == 3 and caplog.records == []
+
+
 def test_token_ids_are_read_once(store: KVStore, monkeypatch: pytest.MonkeyPatch) -> None:
     chunk = chunk_of(store)
     key = store.put(chunk).key
@@ -400,14 +438,14 @@ def test_forget_spares_what_other_documents_need(store: KVStore) -> None:
     store.link("b", keys[1:])
     for key in keys:
         store.token_ids(key)
-    assert store.forget("a") == [keys[0]]
+    assert store.forget({"a"}) == [keys[0]]
     assert [store.has(key) for key in keys] == [False, True, True]
     with pytest.raises(KeyError):
         store.token_ids(keys[0])
-    assert store.forget("a") == []
-    assert store.forget("b") == sorted(keys[1:])
+    assert store.forget({"a"}) == []
+    assert store.forget({"b"}) == sorted(keys[1:])
     assert list(store.backend.keys()) == []
-    assert store.forget("unknown") == []
+    assert store.forget({"unknown"}) == []
 
 
 def test_forget_erases_quarantined_remains(store: KVStore, backend: DiskBackend) -> None:
@@ -415,7 +453,7 @@ def test_forget_erases_quarantined_remains(store: KVStore, backend: DiskBackend)
     store.link("a", [key])
     damage(store, key, at=40)
     assert not store.has(key)
-    assert store.forget("a") == [key]
+    assert store.forget({"a"}) == [key]
     assert [p for p in backend.directory.rglob("*") if key in p.name] == []
 
 
@@ -426,10 +464,63 @@ def test_forget_that_fails_can_be_repeated() -> None:
     store.link("a", keys)
     backend.refuses_to_delete.add(keys[1])
     with pytest.raises(OSError):
-        store.forget("a")
+        store.forget({"a"})
     backend.refuses_to_delete.clear()
-    assert store.forget("a") == keys[1:]
+    assert store.forget({"a"}) == keys
     assert list(backend.keys()) == []
+
+
+def test_documents_are_forgotten_together(store: KVStore) -> None:
+    keys = sorted(store.put(chunk_of(store, seed)).key for seed in range(4))
+    store.link("a", keys[:2])
+    store.link("b", keys[1:3])
+    assert store.forget({"a", "b", "unknown"}) == keys[:3]
+    assert list(store.backend.keys()) == keys[3:]
+
+
+def test_what_was_primed_with_a_text_goes_too(store: KVStore) -> None:
+    other_model = store_on(store.backend, _changed("weights"))
+    other_tenant = store_on(store.backend, namespace="other")
+    doomed = [s.put(chunk_of(s, prime=prime)).key for s in (store, other_model) for prime in ("d" * 64, "e" * 64)]
+    kept = [
+        store.put(chunk_of(store)).key,
+        store.put(chunk_of(store, prime="f" * 64)).key,
+        other_tenant.put(chunk_of(other_tenant, prime="d" * 64)).key,
+    ]
+    store.link("a", [doomed[0], kept[0]])
+    store.link("b", [kept[0]])
+    assert store.forget({"a"}, primes={"d" * 64, "e" * 64}) == sorted(doomed)
+    assert sorted(store.backend.keys()) == sorted(kept)
+    assert store.forget({"b"}) == [kept[0]]
+
+
+def test_forget_frees_before_it_writes() -> None:
+    """On a full disk the table cannot be changed until something was deleted."""
+    backend = _Flaky()
+    store = store_on(backend)
+    keys = sorted(store.put(chunk_of(store, seed)).key for seed in range(2))
+    primed = store.put(chunk_of(store, prime="d" * 64)).key
+    store.link("a", keys)
+    backend.fails.add("unlink")
+    with pytest.raises(OSError):
+        store.forget({"a"}, primes={"d" * 64})
+    assert list(backend.keys()) == []
+    with pytest.raises(KeyError):
+        store.token_ids(primed)
+    backend.fails.clear()
+    assert store.forget({"a"}) == keys
+    assert store.forget({"a"}) == []
+
+
+def test_forget_that_cannot_see_everything_says_so() -> None:
+    backend = _Flaky()
+    store = store_on(backend)
+    store.link("a", [store.put(chunk_of(store)).key])
+    backend.fails.add("keys")
+    with pytest.raises(OSError):
+        store.forget({"a"}, primes={"d" * 64})
+    backend.fails.clear()
+    assert len(store.forget({"a"}, primes={"d" * 64})) == 1
 
 
 def test_counts_are_a_copy(store: KVStore) -> None:

@@ -7,9 +7,9 @@ from typing import cast
 
 from transformers import PreTrainedModel
 
-from rag_blend.models.base import ModelAdapter, cache_argument_of
+from rag_blend.models.base import ModelAdapter, cache_argument_of, lock_of
 
-__all__ = ["ModelAdapter", "adapter_for", "cache_argument_of"]
+__all__ = ["ModelAdapter", "adapter_for", "cache_argument_of", "lock_of"]
 
 
 def adapter_for(model: PreTrainedModel) -> ModelAdapter:

@@ -10,8 +10,10 @@ from __future__ import annotations
 import contextlib
 import inspect
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from transformers import PreTrainedModel
@@ -22,7 +24,8 @@ from rag_blend.errors import UnsupportedModelError
 from rag_blend.rope import Rotary
 
 LayerHook = Callable[[int, torch.Tensor, dict[str, Any]], torch.Tensor]
-_WAY_OUT = "Use on_unsupported='full' to serve it by plain full prefill, without any reuse."
+_LOCKS: WeakKeyDictionary[PreTrainedModel, threading.RLock] = WeakKeyDictionary()
+_LOCKS_LOCK = threading.Lock()
 
 
 class ModelAdapter:
@@ -97,7 +100,7 @@ class ModelAdapter:
             self.layers[layer_idx].forward(hidden_states, **{**kwargs, self.cache_argument: interceptor})
         except _InterceptedError as intercepted:
             return intercepted.kv
-        raise UnsupportedModelError(f"layer {layer_idx} of {self.describe()} does not use its cache. {_WAY_OUT}")
+        raise UnsupportedModelError(f"layer {layer_idx} of {self.describe()} does not use its cache.")
 
     def describe(self) -> str:
         """The model's class and type, for messages."""
@@ -120,13 +123,19 @@ class ModelAdapter:
         attention = getattr(decoder.layers[0], "self_attn", None)
         apply = getattr(sys.modules[type(attention).__module__], "apply_rotary_pos_emb", None)
         if module is None or apply is None:
-            raise UnsupportedModelError(f"{self.describe()} has no rotary position embedding (RoPE). {_WAY_OUT}")
+            raise UnsupportedModelError(f"{self.describe()} has no rotary position embedding (RoPE).")
         return Rotary(module, apply)
 
     def _refuse_what_cannot_work(self) -> None:
         reason = _why_not(self.model)
         if reason:
-            raise UnsupportedModelError(f"{self.describe()} cannot be blended: {reason} {_WAY_OUT}")
+            raise UnsupportedModelError(f"{self.describe()} cannot be blended: {reason}")
+
+
+def lock_of(model: PreTrainedModel) -> threading.RLock:
+    """The one lock of a model: engines that share it must not run it at once, since hooks belong to the model."""
+    with _LOCKS_LOCK:
+        return _LOCKS.setdefault(model, threading.RLock())
 
 
 def cache_argument_of(model: PreTrainedModel) -> str:
@@ -153,7 +162,7 @@ def _why_not(model: PreTrainedModel) -> str | None:
             "load the model with attn_implementation='sdpa'."
         )
     if not isinstance(getattr(model.get_decoder(), "layers", None), torch.nn.ModuleList):
-        return "its decoder has no list of layers."
+        return "its decoder is not a list of layers with rotary position embeddings (RoPE)."
     return None
 
 

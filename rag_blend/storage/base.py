@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator
+from collections.abc import Set as AbstractSet
 from types import TracebackType
 
 import numpy as np
@@ -94,12 +95,20 @@ class StorageBackend(ABC):
         """Record that `document` needs the entries `keys`."""
 
     @abstractmethod
-    def unlink(self, document: str) -> list[str]:
-        """Forget what `document` needs; returns its keys that no other document needs."""
+    def needed_only_by(self, documents: AbstractSet[str]) -> list[str]:
+        """The keys that these documents need and no other does, sorted. Writes nothing: a full medium may be freed."""
+
+    @abstractmethod
+    def unlink(self, documents: AbstractSet[str]) -> None:
+        """Forget what these documents need. The entries themselves stay."""
 
     @abstractmethod
     def get_record(self, name: str) -> bytes | None:
         """A small record by its name (64 hex digits), or None."""
+
+    @abstractmethod
+    def records(self) -> Iterator[str]:
+        """The names of all small records, in no particular order; they may be deleted meanwhile."""
 
     @abstractmethod
     def put_record(self, name: str, data: bytes) -> None:

@@ -5,6 +5,9 @@
     kv/records/….json           small records, e.g. the text that chunks were primed with
     kv/documents.sqlite         document -> keys (never the truth about which entries exist)
 
+What has one of these names but is no such file (damaged, a directory, a FIFO) is renamed to `….bad` when it is in the
+way. The directory may be removed under an open backend: it is made again when something is written.
+
 The files are private to the user (0700 / 0600): a KV cache reveals the text it was made from.
 """
 
@@ -12,22 +15,31 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
+import logging
 import os
 import re
 import secrets
 import sqlite3
+import stat
 import threading
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Set as AbstractSet
 from pathlib import Path
+from typing import TypeVar
 
 import numpy as np
 
 from rag_blend.errors import ChunkNotFoundError, CorruptChunkError
 from rag_blend.storage.base import Bytes, EntryReader, StorageBackend, checked_key
 
+logger = logging.getLogger(__name__)
+T = TypeVar("T")
+
 SUFFIX = ".safetensors"
 _ENTRY = re.compile(rf"([0-9a-f]{{64}}){re.escape(SUFFIX)}")
+_RECORD = re.compile(r"([0-9a-f]{64})\.json")
 _TEMP = re.compile(r"[0-9a-f]{64}\.(?:safetensors|json)\.([1-9][0-9]{0,8})\.[0-9a-f]{8}\.tmp")
 _STALE_TEMP_SECONDS = 3600.0
 
@@ -36,7 +48,7 @@ class _FileReader(EntryReader):
     _fd = -1
 
     def __init__(self, path: Path) -> None:
-        self._fd = os.open(path, os.O_RDONLY | getattr(os, "O_BINARY", 0))
+        self._fd = _open_regular(path)
         self.size = os.fstat(self._fd).st_size
 
     def read(self, offset: int, length: int) -> Bytes:
@@ -83,7 +95,11 @@ class DiskBackend(StorageBackend):
         """See `StorageBackend.write`."""
         path = self._path(key)
         with _published_at(path, data) as temp:
-            os.replace(temp, path)
+            try:
+                os.replace(temp, path)
+            except IsADirectoryError:
+                _set_aside(path)
+                os.replace(temp, path)
 
     def open(self, key: str) -> EntryReader:
         """See `StorageBackend.open`."""
@@ -95,12 +111,9 @@ class DiskBackend(StorageBackend):
     def delete(self, key: str) -> bool:
         """See `StorageBackend.delete`."""
         path = self._path(key)
-        _bad(path).unlink(missing_ok=True)  # it reveals the text as well
-        try:
-            path.unlink()
-        except FileNotFoundError:
-            return False
-        return True
+        if not _bad(path).is_dir():
+            _bad(path).unlink(missing_ok=True)  # it reveals the text as well
+        return _remove(path)
 
     def quarantine(self, key: str) -> None:
         """Rename to `.bad`, for inspection; if even that fails, the entry stays and is refused again."""
@@ -119,26 +132,40 @@ class DiskBackend(StorageBackend):
         """See `StorageBackend.link`."""
         self._documents.link(document, keys)
 
-    def unlink(self, document: str) -> list[str]:
+    def needed_only_by(self, documents: AbstractSet[str]) -> list[str]:
+        """See `StorageBackend.needed_only_by`."""
+        return self._documents.needed_only_by(documents)
+
+    def unlink(self, documents: AbstractSet[str]) -> None:
         """See `StorageBackend.unlink`."""
-        return self._documents.unlink(document)
+        self._documents.unlink(documents)
 
     def get_record(self, name: str) -> bytes | None:
         """See `StorageBackend.get_record`."""
         try:
-            return self._record_path(name).read_bytes()
+            with os.fdopen(_open_regular(self._record_path(name)), "rb") as file:
+                return file.read()
         except FileNotFoundError:
             return None
+
+    def records(self) -> Iterator[str]:
+        """See `StorageBackend.records`."""
+        for path in self.directory.glob("records/*.json"):
+            found = _RECORD.fullmatch(path.name)
+            if found and path.is_file():
+                yield found[1]
 
     def put_record(self, name: str, data: bytes) -> None:
         """See `StorageBackend.put_record`."""
         path = self._record_path(name)
         with _published_at(path, data) as temp, contextlib.suppress(FileExistsError):
+            if os.path.lexists(path) and not path.is_file():
+                _set_aside(path)
             os.link(temp, path)  # unlike rename, fails when another process was first
 
     def delete_record(self, name: str) -> None:
         """See `StorageBackend.delete_record`."""
-        self._record_path(name).unlink(missing_ok=True)
+        _remove(self._record_path(name))
 
     def close(self) -> None:
         """See `StorageBackend.close`."""
@@ -170,51 +197,72 @@ class _DocumentTable:
         self._path = path
         self._lock = threading.Lock()
         self._by_process: dict[int, sqlite3.Connection] = {}  # a connection must not be used across a fork
+        self._file: tuple[int, int] | None = None  # which file this process is, or was last, connected to
 
     def link(self, document: str, keys: Iterable[str]) -> None:
         rows = [(document, key) for key in keys]
-        with self._transaction() as db:
-            db.executemany("INSERT OR IGNORE INTO needs VALUES (?, ?)", rows)
+        self._run("BEGIN IMMEDIATE", lambda db: db.executemany("INSERT OR IGNORE INTO needs VALUES (?, ?)", rows))
 
-    def unlink(self, document: str) -> list[str]:
-        with self._transaction() as db:
-            orphans = db.execute(
-                "SELECT key FROM needs AS mine WHERE document = ? AND NOT EXISTS "
-                "(SELECT 1 FROM needs WHERE key = mine.key AND document <> mine.document)",
-                (document,),
-            ).fetchall()
-            db.execute("DELETE FROM needs WHERE document = ?", (document,))
-        return sorted(key for (key,) in orphans)
+    def unlink(self, documents: AbstractSet[str]) -> None:
+        rows = [(document,) for document in documents]
+        if self._path.exists():
+            self._run("BEGIN IMMEDIATE", lambda db: db.executemany("DELETE FROM needs WHERE document = ?", rows))
 
-    @contextlib.contextmanager
-    def _transaction(self) -> Iterator[sqlite3.Connection]:
+    def needed_only_by(self, documents: AbstractSet[str]) -> list[str]:
+        return self._run("BEGIN", lambda db: _needed_only_by(db, documents)) if self._path.exists() else []
+
+    def close(self) -> None:
+        with self._lock:
+            self._disconnect()
+
+    def _run(self, begin: str, work: Callable[[sqlite3.Connection], T]) -> T:
+        """Do `work` in one transaction; in a new table, and thus once more, if the old one proves damaged."""
         try:
             with self._lock:
-                db = self._connection()
-                db.execute("BEGIN IMMEDIATE")
                 try:
-                    yield db
-                    db.execute("COMMIT")
-                except BaseException:
-                    if db.in_transaction:
-                        db.execute("ROLLBACK")
-                    raise
+                    return _transaction(self._connection(), begin, work)
+                except sqlite3.DatabaseError as error:
+                    if not _is_damage(error):
+                        raise
+                    self._set_table_aside()
+                return _transaction(self._connection(), begin, work)
         except sqlite3.Error as error:
             raise OSError(f"{self._path}: {error}") from error
 
     def _connection(self) -> sqlite3.Connection:
+        """A connection to the file that has the name now: somebody may have removed or replaced the directory."""
         pid = os.getpid()
-        if pid not in self._by_process:
-            with contextlib.suppress(FileExistsError):
-                os.close(os.open(self._path, os.O_CREAT | os.O_EXCL, 0o600))  # SQLite would make it 0644
-            self._by_process[pid] = _connected(self._path)
+        if pid in self._by_process and self._file == _file_at(self._path):
+            return self._by_process[pid]
+        self._disconnect()
+        self._path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        with contextlib.suppress(FileExistsError):
+            os.close(os.open(self._path, os.O_CREAT | os.O_EXCL, 0o600))  # SQLite would make it 0644
+        self._file = _file_at(self._path)
+        if not self._path.is_file():  # SQLite would wait for a FIFO for ever
+            error = sqlite3.DatabaseError("not a regular file")
+            error.sqlite_errorcode = sqlite3.SQLITE_NOTADB
+            raise error
+        self._by_process[pid] = _connected(self._path)
         return self._by_process[pid]
 
-    def close(self) -> None:
-        with self._lock:
-            db = self._by_process.pop(os.getpid(), None)
-            if db is not None:
-                db.close()
+    def _disconnect(self) -> None:
+        db = self._by_process.pop(os.getpid(), None)
+        if db is not None:
+            db.close()
+
+    def _set_table_aside(self) -> None:
+        self._disconnect()
+        with _one_process_at_a_time(self._path.parent):
+            if self._file != _file_at(self._path):
+                return  # another process has done it: the name is that of a new table now
+            logger.warning(
+                "the table of documents, %s, is damaged and set aside: documents that were stored before cannot be "
+                "forgotten by id until they are ingested again", self._path,
+            )  # fmt: skip
+            with contextlib.suppress(FileNotFoundError):  # first: SQLite would roll it back into the new table
+                _set_aside(self._path.with_name(self._path.name + "-journal"))
+            _set_aside(self._path)
 
 
 def _connected(path: Path) -> sqlite3.Connection:
@@ -227,6 +275,87 @@ def _connected(path: Path) -> sqlite3.Connection:
         db.close()
         raise
     return db
+
+
+def _transaction(db: sqlite3.Connection, begin: str, work: Callable[[sqlite3.Connection], T]) -> T:
+    db.execute(begin)
+    try:
+        result = work(db)
+        db.execute("COMMIT")
+    except BaseException:
+        if db.in_transaction:
+            db.execute("ROLLBACK")
+        raise
+    return result
+
+
+def _needed_only_by(db: sqlite3.Connection, documents: AbstractSet[str]) -> list[str]:
+    theirs: set[str] = set()
+    for document in documents:
+        theirs.update(key for (key,) in db.execute("SELECT key FROM needs WHERE document = ?", (document,)))
+    return sorted(
+        key
+        for key in theirs
+        if all(document in documents for (document,) in db.execute("SELECT document FROM needs WHERE key = ?", (key,)))
+    )
+
+
+def _is_damage(error: sqlite3.DatabaseError) -> bool:
+    code: int = getattr(error, "sqlite_errorcode", sqlite3.SQLITE_ERROR)
+    return code & 0xFF in {sqlite3.SQLITE_NOTADB, sqlite3.SQLITE_CORRUPT}
+
+
+def _file_at(path: Path) -> tuple[int, int] | None:
+    """Which file has this name, if any. The number of an open file is not given to another one."""
+    try:
+        found = path.stat()
+    except FileNotFoundError:
+        return None
+    return found.st_dev, found.st_ino
+
+
+@contextlib.contextmanager
+def _one_process_at_a_time(directory: Path) -> Iterator[None]:
+    fd = os.open(directory, os.O_RDONLY)
+    try:
+        with contextlib.suppress(OSError):  # not every file system has locks; the window is narrow
+            fcntl.flock(fd, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(fd)
+
+
+def _open_regular(path: Path) -> int:
+    """Open for reading; a FIFO, which would block for ever, and a directory are refused."""
+    fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+    if not stat.S_ISREG(os.fstat(fd).st_mode):
+        os.close(fd)
+        raise OSError(errno.EINVAL, "not a regular file", str(path))
+    return fd
+
+
+def _remove(path: Path) -> bool:
+    """Delete a file of ours; returns whether there was one. A directory that has its name is set aside."""
+    try:
+        path.unlink()
+    except FileNotFoundError:
+        return False
+    except OSError:
+        if not path.is_dir():
+            raise
+        _set_aside(path)
+        return False
+    return True
+
+
+def _set_aside(path: Path) -> None:
+    """Rename to `.bad`, under a name of its own if that one is taken by something that cannot be replaced."""
+    try:
+        os.replace(path, _bad(path))
+    except FileNotFoundError:
+        raise
+    except OSError:
+        os.replace(path, path.with_name(f"{path.name}.{secrets.token_hex(4)}.bad"))
 
 
 def _bad(path: Path) -> Path:
@@ -246,8 +375,9 @@ def _is_running(pid: int) -> bool:
 @contextlib.contextmanager
 def _published_at(path: Path, data: bytes) -> Iterator[Path]:
     """Write `data` to a temp file beside `path`; the caller names it, then the directory is synced."""
-    with contextlib.suppress(FileExistsError):
-        path.parent.mkdir(mode=0o700)
+    if not path.parent.is_dir():
+        path.parent.parent.mkdir(mode=0o700, parents=True, exist_ok=True)  # somebody may have removed it
+        path.parent.mkdir(mode=0o700, exist_ok=True)
         _fsync_directory(path.parent.parent)
     temp = path.with_name(f"{path.name}.{os.getpid()}.{secrets.token_hex(4)}.tmp")
     try:

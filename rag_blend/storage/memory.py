@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
+from collections.abc import Set as AbstractSet
 
 import numpy as np
 
@@ -74,15 +75,25 @@ class MemoryBackend(StorageBackend):
         with self._lock:
             self._needs[document].update(keys)
 
-    def unlink(self, document: str) -> list[str]:
+    def needed_only_by(self, documents: AbstractSet[str]) -> list[str]:
+        """See `StorageBackend.needed_only_by`."""
+        with self._lock:
+            theirs = set[str]().union(*(self._needs[document] for document in documents & self._needs.keys()))
+            return sorted(theirs.difference(*(keys for name, keys in self._needs.items() if name not in documents)))
+
+    def unlink(self, documents: AbstractSet[str]) -> None:
         """See `StorageBackend.unlink`."""
         with self._lock:
-            mine = self._needs.pop(document, set())
-            return sorted(mine.difference(*self._needs.values()))
+            for document in documents:
+                self._needs.pop(document, None)
 
     def get_record(self, name: str) -> bytes | None:
         """See `StorageBackend.get_record`."""
         return self._records.get(checked_key(name))
+
+    def records(self) -> Iterator[str]:
+        """See `StorageBackend.records`."""
+        return iter(list(self._records))
 
     def put_record(self, name: str, data: bytes) -> None:
         """See `StorageBackend.put_record`."""

@@ -32,6 +32,13 @@ def content(backend: StorageBackend, name: str) -> bytes:
         return reader.read(0, reader.size).tobytes()
 
 
+def forget(backend: StorageBackend, *documents: str) -> list[str]:
+    """What only these documents need, which is then unlinked."""
+    keys = backend.needed_only_by(set(documents))
+    backend.unlink(set(documents))
+    return keys
+
+
 class StorageContract:
     """Inherit, and define the fixture `backend`."""
 
@@ -173,6 +180,17 @@ class StorageContract:
         backend.put_record(key(1), b"second")
         assert backend.get_record(key(1)) == b"second"
 
+    def test_records_are_listed(self, backend: StorageBackend) -> None:
+        assert list(backend.records()) == []
+        backend.write(key(0), b"no record")
+        for i in range(1, 4):
+            backend.put_record(key(i), b"x")
+        backend.delete_record(key(1))
+        assert sorted(backend.records()) == sorted([key(2), key(3)])
+        for name in backend.records():  # they may be deleted on the way
+            backend.delete_record(name)
+        assert list(backend.records()) == []
+
     def test_entries_and_records_do_not_meet(self, backend: StorageBackend) -> None:
         backend.write(key(1), b"entry")
         assert backend.get_record(key(1)) is None
@@ -199,32 +217,44 @@ class StorageContract:
 
     # --- documents ---
 
-    def test_unlink_names_what_no_other_document_needs(self, backend: StorageBackend) -> None:
+    def test_what_no_other_document_needs(self, backend: StorageBackend) -> None:
         backend.link("a", [key(1), key(2)])
         backend.link("b", [key(2), key(3)])
-        assert backend.unlink("a") == [key(1)]
-        assert backend.unlink("a") == []
-        assert backend.unlink("b") == sorted([key(2), key(3)])
+        backend.link("c", [key(4)])
+        for _ in range(2):  # asking changes nothing
+            assert backend.needed_only_by({"a"}) == [key(1)]
+            assert backend.needed_only_by({"a", "b", "unknown"}) == sorted([key(1), key(2), key(3)])
+            assert backend.needed_only_by({"unknown"}) == backend.needed_only_by(set()) == []
+        backend.unlink({"a", "unknown"})
+        backend.unlink({"a"})
+        backend.unlink(set())
+        assert backend.needed_only_by({"a"}) == []
+        assert backend.needed_only_by({"b"}) == sorted([key(2), key(3)])
+        backend.unlink({"b", "c"})
+        assert backend.needed_only_by({"a", "b", "c"}) == []
 
     def test_link_adds_and_may_be_repeated(self, backend: StorageBackend) -> None:
         backend.link("a", iter([key(1), key(1)]))
         backend.link("a", [key(2)])
         backend.link("a", [key(1)])
         backend.link("a", [])
-        assert backend.unlink("a") == sorted([key(1), key(2)])
+        assert forget(backend, "a") == sorted([key(1), key(2)])
 
     def test_unlink_keeps_the_entries_themselves(self, backend: StorageBackend) -> None:
         backend.write(key(1), b"x")
         backend.link("a", [key(1)])
-        backend.unlink("a")
+        backend.unlink({"a"})
         assert key(1) in backend
+
+    def test_nothing_was_ever_linked(self, backend: StorageBackend) -> None:
+        assert forget(backend, "a") == []
 
     def test_any_text_names_a_document(self, backend: StorageBackend) -> None:
         names = ["", "../x", "a'; DROP TABLE needs; --", "ä🙂\x1f\0", "A", "a", "a ", "x" * 5000]
         for i, name in enumerate(names):
             backend.link(name, [key(i)])
         for i, name in enumerate(names):
-            assert backend.unlink(name) == [key(i)], name
+            assert forget(backend, name) == [key(i)], name
 
     def test_close(self, backend: StorageBackend) -> None:
         backend.write(key(1), b"x")

@@ -30,7 +30,7 @@ from llama_index.llms.rag_blend import BlendLLM, BlendVectorStore
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerFast
 
-from rag_blend import BlendEngine, ForgetReport
+from rag_blend import BlendEngine, ForgetReport, PromptTooLongError, RagBlendError
 
 CHAT_TEMPLATE = (
     "{{ bos_token }}{% for m in messages %}<{{ m.role }}>{{ m.content | trim }}\n{% endfor %}"
@@ -712,6 +712,21 @@ def test_an_empty_question_is_answered(llm):
     index = make_index(documents(), TextStore())
     llm.attach(index, show_progress=False)
     assert index.as_query_engine(llm=llm).query("").source_nodes
+
+
+@pytest.mark.parametrize("trouble", ["too long", "bad option"])
+def test_trouble_is_not_taken_for_an_empty_answer(llm, engine, trouble):
+    """LlamaIndex's refine step swallows ValueError and TypeError and answers "Empty Response"."""
+    index = make_index(documents())
+    llm.attach(index, show_progress=False)
+    if trouble == "too long":
+        engine.context_window = 50
+        with pytest.raises(PromptTooLongError, match=r"context window of .* is 50 tokens"):
+            index.as_query_engine(llm=llm).query("bees?")
+    else:
+        picky = BlendLLM(engine=engine, generate_kwargs={"num_return_sequences": 2})
+        with pytest.raises(RagBlendError, match="one answer per call"):
+            index.as_query_engine(llm=picky).query("bees?")
 
 
 def test_an_empty_index_answers_as_ever_and_can_be_filled_later(llm, store):

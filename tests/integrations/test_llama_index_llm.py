@@ -24,7 +24,7 @@ from llama_index.llms.rag_blend.options import generation_options
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
-from rag_blend import Generation, GenerationStats
+from rag_blend import Generation, GenerationStats, RagBlendError
 
 CHAT_TEMPLATE = (
     "{{ bos_token }}{% for m in messages %}[{{ m.role }}]{{ m.content | trim }}\n{% endfor %}"
@@ -254,15 +254,15 @@ def test_messages_are_left_alone_where_the_template_takes_them():
 
 def test_a_conversation_that_no_form_fits_is_an_error_that_quotes_the_template():
     llm, _ = make_llm(CHAT_TEMPLATE + "{{ raise_exception('only on Sundays') }}")
-    with pytest.raises(ValueError, match="only on Sundays"):
+    with pytest.raises(RagBlendError, match="only on Sundays"):
         llm.chat([user("Hello")])
 
 
 def test_images_and_empty_conversations_are_refused():
     llm, _ = make_llm(CHAT_TEMPLATE)
-    with pytest.raises(ValueError, match="text only"):
+    with pytest.raises(RagBlendError, match="text only"):
         llm.chat([ChatMessage(role="user", content=[TextBlock(text="a"), ImageBlock(image=b"R0lGODlh")])])
-    with pytest.raises(ValueError, match="at least one"):
+    with pytest.raises(RagBlendError, match="at least one"):
         llm.chat([])
 
 

@@ -29,6 +29,7 @@ from llama_index.core.llms.llm import default_completion_to_prompt
 from llama_index.core.prompts import BasePromptTemplate
 from llama_index.core.prompts.default_prompt_selectors import DEFAULT_TEXT_QA_PROMPT_SEL
 from llama_index.llms.rag_blend import responses
+from llama_index.llms.rag_blend.complaints import not_swallowed
 from llama_index.llms.rag_blend.engine_handle import NO_MODEL, EngineHandle, ModelFacts
 from llama_index.llms.rag_blend.head import head_ids, says_today
 from llama_index.llms.rag_blend.messages import Prompt, render_chat
@@ -309,9 +310,10 @@ class BlendLLM(CustomLLM):
     ) -> CompletionResponse:
         # The prompt comes as a callable: rendering needs the tokenizer, so it may load the model, and that
         # has to happen in the worker thread of the async endpoints.
-        text, special = prompt()
-        options = self._options(kwargs)
-        generation = self.engine.generate(text, add_special_tokens=special, cancel=cancel, **options)
+        with not_swallowed():
+            text, special = prompt()
+            options = self._options(kwargs)
+            generation = self.engine.generate(text, add_special_tokens=special, cancel=cancel, **options)
         return responses.completion(generation)
 
     async def _acomplete(self, prompt: Callable[[], Prompt], kwargs: dict[str, Any]) -> CompletionResponse:
@@ -324,12 +326,12 @@ class BlendLLM(CustomLLM):
         kwargs: dict[str, Any],
         cancel: threading.Event | None = None,
     ) -> CompletionResponseGen:
-        text, special = prompt()
-        options = self._options(kwargs)
-        # `closing` reaches the engine whether the consumer finishes, closes, fails or drops the generator.
-        stream = self.engine.stream(text, add_special_tokens=special, cancel=cancel, **options)
-        with closing(stream):
-            yield from responses.completion_chunks(stream)
+        with not_swallowed():
+            text, special = prompt()
+            options = self._options(kwargs)
+            # `closing` reaches the engine whether the consumer finishes, closes, fails or drops the generator.
+            with closing(self.engine.stream(text, add_special_tokens=special, cancel=cancel, **options)) as stream:
+                yield from responses.completion_chunks(stream)
 
     def _stream_as_chat(
         self,
