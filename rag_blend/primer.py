@@ -29,6 +29,9 @@ _NOTHING = np.empty(0, dtype=np.int32)
 _KIND = "prime-sample"
 _PASSAGES = 4  # a sample is drawn from at least this many passages
 _SHARED_RUN = 16  # a chunk that shares so many consecutive tokens with a priming text is not primed with it
+_GRAM = 4
+_MIN_DISTINCT_GRAMS = 0.7  # prose is above 0.9
+_MAX_SHARED_GRAMS = 0.15  # nor one that shares more of its 4-grams: prose of one collection shares under 5 %
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +116,7 @@ class Primer:
         else:
             self._fixed = _NOTHING if choice in {"none", "sample"} else chunk_ids(tokenizer, [choice])[0]
         self._sample: Sample | None = None
-        self._texts: list[tuple[np.ndarray, set[bytes]]] = []
+        self._texts: list[_PrimingText] = []
         self.reload()
 
     def accepts(self, prime: str) -> bool:
@@ -123,9 +126,8 @@ class Primer:
     def reload(self) -> None:
         """Take over the sample that this or another process has recorded, or that it was dropped."""
         self._sample = self._recorded_sample() if self._sampling else None
-        texts = [*(self._sample.texts if self._sample else ()), self._fixed]
-        self._texts = [(text, _runs(text)) for text in texts]
-        self._digests = {digest_ids(text) for text in texts}
+        self._texts = [_PrimingText(text) for text in (*(self._sample.texts if self._sample else ()), self._fixed)]
+        self._digests = {digest_ids(text.token_ids) for text in self._texts}
 
     def learn(self, chunks: Sequence[np.ndarray], documents: Sequence[str]) -> None:
         """Draw and record the sample, if there is none yet and the collection is large enough."""
@@ -166,9 +168,8 @@ class Primer:
         self.reload()
 
     def text_for(self, chunk: np.ndarray) -> np.ndarray:
-        """Priming token ids for a chunk: the first text that does not contain part of it."""
-        mine = _runs(chunk)
-        return next((text for text, runs in self._texts if mine.isdisjoint(runs)), self._texts[-1][0])
+        """Priming token ids for a chunk: the first text that does not resemble it, else the bundled or given one."""
+        return next((text for text in self._texts if not text.resembles(chunk)), self._texts[-1]).token_ids
 
     def _recorded_sample(self) -> Sample | None:
         try:
@@ -192,11 +193,13 @@ def draw_sample(chunks: Sequence[np.ndarray], documents: Sequence[str], num_toke
     The choice depends on the passages' contents only, not on their order.
 
     Returns:
-        None when the collection has less than eight times `num_tokens` (too many of its chunks would be primed
-        with parts of themselves), or too few passages.
+        None when the collection has less than eight times `num_tokens` of varied text (too many of its chunks would
+        be primed with parts of themselves), or too few passages.
     """
+    # Repetitive passages (tables, numbered items) make chunks continue the pattern instead of reading themselves.
+    varied = [pair for pair in zip(chunks, documents, strict=True) if _is_varied(pair[0])]
     # Of copies, one that belongs to a document counts: it must be known when that document is forgotten.
-    passages = sorted(zip(chunks, documents, strict=True), key=lambda passage: passage[1] != "")
+    passages = sorted(varied, key=lambda passage: passage[1] != "")
     unique = {chunk.tobytes(): (chunk, document) for chunk, document in passages}
     if sum(len(chunk) for chunk, _ in unique.values()) < 8 * num_tokens:
         return None
@@ -214,5 +217,30 @@ def draw_sample(chunks: Sequence[np.ndarray], documents: Sequence[str], num_toke
     return Sample(tuple(texts), frozenset(sources - {""}))
 
 
-def _runs(ids: np.ndarray) -> set[bytes]:
-    return {ids[i : i + _SHARED_RUN].tobytes() for i in range(len(ids) - _SHARED_RUN + 1)}
+class _PrimingText:
+    """A priming text that can tell whether a chunk repeats it.
+
+    A chunk primed with its own likeness (a neighbour of the same table, form or boilerplate) copies from the priming
+    text, which then is not there in the prompt.
+    """
+
+    def __init__(self, token_ids: np.ndarray) -> None:
+        self.token_ids = token_ids
+        self._runs = set(_grams(token_ids, _SHARED_RUN))
+        self._grams = set(_grams(token_ids, _GRAM))
+
+    def resembles(self, chunk: np.ndarray) -> bool:
+        """Whether they share a long run, or many short ones."""
+        if not self._runs.isdisjoint(_grams(chunk, _SHARED_RUN)):
+            return True
+        grams = _grams(chunk, _GRAM)
+        return sum(gram in self._grams for gram in grams) > _MAX_SHARED_GRAMS * len(grams)
+
+
+def _is_varied(chunk: np.ndarray) -> bool:
+    grams = _grams(chunk, _GRAM)
+    return len(set(grams)) >= _MIN_DISTINCT_GRAMS * len(grams)
+
+
+def _grams(ids: np.ndarray, length: int) -> list[bytes]:
+    return [ids[i : i + length].tobytes() for i in range(len(ids) - length + 1)]

@@ -97,8 +97,17 @@ def test_a_short_overlap_is_allowed(make: MakePrimer) -> None:
     primer = make()
     primer.learn(CHUNKS, DOCUMENTS)
     first = primer.text_for(token_ids(99, 60))
-    assert primer.text_for(first[:15]).tolist() == first.tolist()
-    assert primer.text_for(first[:16]).tolist() != first.tolist()
+    other = token_ids(98, 100)
+    assert primer.text_for(np.concatenate([first[:15], other])).tolist() == first.tolist()
+    assert primer.text_for(np.concatenate([first[:16], other])).tolist() != first.tolist()
+
+
+def test_repetitive_passages_are_not_drawn() -> None:
+    row = token_ids(1, 12)
+    table = [np.concatenate([np.tile(row, 10), [i]]).astype(np.int32) for i in range(20)]
+    assert draw_sample(table, [str(i) for i in range(20)], 32) is None
+    mixed = draw_sample([*table, *CHUNKS], [""] * 40, NUM_TOKENS)
+    assert mixed is not None and not any(shares_a_run(text, table[0]) for text in mixed.texts)
 
 
 def test_what_was_primed_before_the_sample_stays_acceptable(make: MakePrimer) -> None:
@@ -337,3 +346,18 @@ def test_many_short_passages() -> None:
     sample = draw_sample(chunks, ["d"] * 201, NUM_TOKENS)
     assert sample is not None
     assert [len(text) for text in sample.texts] == [NUM_TOKENS] * 2
+
+
+@pytest.mark.parametrize("kind", ["forms", "prose"])
+def test_near_duplicates_are_not_primed_with_each_other(
+    kind: str, make: MakePrimer, tokenizer: PreTrainedTokenizerFast
+) -> None:
+    """In a collection of forms every chunk resembles the sample, so the bundled text primes them; prose is sampled."""
+    forms = [f"Item {i}: the red valve number {i * 7} opens under the old bridge in winter. " * 4 for i in range(40)]
+    texts = forms if kind == "forms" else [random_text(seed, 80) for seed in range(40)]
+    primer = make(num_tokens=32)
+    bundled = primer.text_for(CHUNKS[0]).tolist()
+    chunks = chunk_ids(tokenizer, texts)
+    primer.learn(chunks, [str(i) for i in range(40)])
+    with_bundled = [primer.text_for(chunk).tolist() == bundled for chunk in chunks]
+    assert all(with_bundled) if kind == "forms" else not any(with_bundled)
