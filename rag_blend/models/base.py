@@ -21,6 +21,7 @@ from transformers.cache_utils import Cache, DynamicLayer
 
 from rag_blend.chunk import LayerKV
 from rag_blend.errors import UnsupportedModelError
+from rag_blend.models.attention import packing
 from rag_blend.rope import Rotary
 
 LayerHook = Callable[[int, torch.Tensor, dict[str, Any]], torch.Tensor]
@@ -69,6 +70,10 @@ class ModelAdapter:
     def attention_is_additive(self) -> bool:
         """Whether masks are added to the scores (eager) instead of being boolean (sdpa)."""
         return bool(self.config._attn_implementation == "eager")
+
+    def packing(self) -> contextlib.AbstractContextManager[None]:
+        """Within it, attention of few rows does not copy the keys for every query head."""
+        return packing(self.config)
 
     @contextlib.contextmanager
     def layer_hooks(self, hook: LayerHook, cache: Cache) -> Iterator[None]:

@@ -1,0 +1,70 @@
+"""Attention of few rows to many keys, without repeating the keys for every query head."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
+
+_NAME = "rag_blend_packed"
+
+
+def packed_attention(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """SDPA in which the query heads that share a key head are rows of one attention.
+
+    Under a mask, transformers copies keys and values for every query head; for a few rows of a long prompt that costs
+    more than the attention itself.
+
+    Args:
+        module: The attention module.
+        query: (batch, num_heads, num_rows, head_dim).
+        key: (batch, num_kv_heads, num_tokens, head_dim).
+        value: Like `key`.
+        attention_mask: (batch or 1, 1, num_rows, num_tokens), True where a row may look; anything else is left to
+            transformers.
+        kwargs: As transformers passes them.
+
+    Returns:
+        (batch, num_rows, num_heads, head_dim), and no weights.
+    """
+    batch, heads, rows, dim = query.shape
+    groups = heads // key.shape[1]
+    if attention_mask is None or attention_mask.shape[1] != 1 or groups == 1 or kwargs.get("position_bias") is not None:
+        return sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
+    output = torch.nn.functional.scaled_dot_product_attention(
+        query.reshape(batch, key.shape[1], groups * rows, dim),
+        key,
+        value,
+        attn_mask=attention_mask.repeat(1, 1, groups, 1),
+        dropout_p=kwargs.get("dropout", 0.0),
+        scale=kwargs.get("scaling"),
+    )
+    return output.reshape(batch, heads, rows, value.shape[-1]).transpose(1, 2).contiguous(), None
+
+
+@contextlib.contextmanager
+def packing(config: PreTrainedConfig) -> Iterator[None]:
+    """Let a model that uses sdpa use `packed_attention` for the time being; others are left alone."""
+    usual = config._attn_implementation
+    if usual != "sdpa":
+        yield
+        return
+    AttentionInterface.register(_NAME, packed_attention)
+    AttentionMaskInterface.register(_NAME, sdpa_mask)  # or decoding several tokens at once would get no mask
+    config._attn_implementation = _NAME
+    try:
+        yield
+    finally:
+        config._attn_implementation = usual

@@ -1,0 +1,72 @@
+"""Our faster arithmetic equals the models' own."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from conftest import FAMILIES, ROPES, random_model
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+from rag_blend.models import adapter_for
+from rag_blend.models.attention import packed_attention
+from rag_blend.rope import Rotary
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("rope", ROPES)
+def test_rotating_in_place_equals_the_family_s_function(family: str, rope: str) -> None:
+    rotary = adapter_for(random_model(family, rope)).rotary
+    keys = torch.randn(1, 2, 30, 16, generator=torch.Generator().manual_seed(0)).half()
+    angles = rotary.angles(90, keys.device).at(60, 90)
+    whole = torch.zeros(1, 2, 50, 16)
+    rotary.rotate_into(whole[:, :, 10:40], keys, angles)
+    assert rotary._rotates_halves
+    assert torch.allclose(whole[:, :, 10:40], rotary.rotate(keys, angles), atol=1e-6)
+    assert not whole[:, :, :10].any() and not whole[:, :, 40:].any()
+    assert torch.allclose(rotary.unrotate(whole[:, :, 10:40], angles), keys.float(), atol=1e-5)
+
+
+def test_a_family_that_interleaves_is_left_to_its_own_function() -> None:
+    def interleaved(q, k, cos, sin):
+        turned = torch.stack((-k[..., 1::2], k[..., ::2]), dim=-1).flatten(-2)
+        return q, k * cos.repeat_interleave(2, dim=-1)[..., : k.shape[-1]] + turned * sin[..., : k.shape[-1]]
+
+    module = random_model().model.rotary_emb
+    rotary = Rotary(module, interleaved)
+    assert not rotary._rotates_halves
+    keys = torch.randn(1, 2, 5, 16)
+    angles = rotary.angles(5, keys.device)
+    target = torch.empty_like(keys)
+    rotary.rotate_into(target, keys, angles)
+    assert torch.equal(target, rotary.rotate(keys, angles))
+
+
+@pytest.mark.parametrize(("heads", "kv_heads"), [(6, 2), (4, 4), (4, 1)])
+@pytest.mark.parametrize("batch", [1, 3])
+def test_packed_attention_equals_that_of_transformers(heads: int, kv_heads: int, batch: int) -> None:
+    generator = torch.Generator().manual_seed(0)
+    query = torch.randn(batch, 7, heads, 8, generator=generator).transpose(1, 2)  # as the models make it
+    whole = torch.randn(2, batch, kv_heads, 60, 8, generator=generator)
+    key, value = whole[0, :, :, :50], whole[1, :, :, :50]
+    rows = torch.tensor([0, 3, 4, 20, 33, 48, 49])
+    mask = (torch.arange(50)[None] <= rows[:, None])[None, None]
+    module = SimpleNamespace(num_key_value_groups=heads // kv_heads, is_causal=True)
+    for given in (mask, None):
+        keys = key if given is not None else key[:, :, :7]
+        values = value if given is not None else value[:, :, :7]
+        ours, _ = packed_attention(module, query, keys, values, given, scaling=0.3, dropout=0.0)
+        stock, _ = sdpa_attention_forward(module, query, keys, values, given, scaling=0.3, dropout=0.0)
+        assert ours.shape == stock.shape == (batch, 7, heads, 8)
+        assert torch.allclose(ours, stock, atol=1e-6)
+
+
+def test_the_model_gets_its_attention_back() -> None:
+    model = random_model()
+    with adapter_for(model).packing():
+        assert model.config._attn_implementation == "rag_blend_packed"
+    assert model.config._attn_implementation == "sdpa"
+    eager = random_model(attn_implementation="eager")
+    with adapter_for(eager).packing():
+        assert eager.config._attn_implementation == "eager"
