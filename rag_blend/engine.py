@@ -146,9 +146,13 @@ class BlendEngine:
         cls,
         path_or_hub_id: str | os.PathLike[str],
         storage: Storage = "kv/",
-        *,
+        selector: str | TokenSelector = "heads",
+        recompute_ratio: float | None = None,
+        prime: str = "sample",
+        namespace: str = "default",
         device: str | torch.device | None = None,
         dtype: str | torch.dtype | None = None,
+        *,
         model_kwargs: dict[str, Any] | None = None,
         **options: Any,
     ) -> BlendEngine:
@@ -156,7 +160,11 @@ class BlendEngine:
 
         Args:
             path_or_hub_id: Local directory or hub id.
-            storage: Where caches live.
+            storage: See `BlendEngine`, like the next four.
+            selector: See `BlendEngine`.
+            recompute_ratio: See `BlendEngine`.
+            prime: See `BlendEngine`.
+            namespace: See `BlendEngine`.
             device: None: CUDA if there is one, else the CPU.
             dtype: None: float32 on the CPU (most CPUs compute 16-bit formats far slower), else the checkpoint's own.
             model_kwargs: More arguments of ``AutoModelForCausalLM.from_pretrained``.
@@ -175,7 +183,7 @@ class BlendEngine:
         tokenizer = AutoTokenizer.from_pretrained(path_or_hub_id, **shared)
         model = AutoModelForCausalLM.from_pretrained(path_or_hub_id, **loading)
         model.to(device)  # type: ignore[arg-type]  # transformers' annotation lost the argument
-        return cls(model, tokenizer, storage, **options)
+        return cls(model, tokenizer, storage, selector, recompute_ratio, prime, namespace=namespace, **options)
 
     @property
     def model_name(self) -> str:
