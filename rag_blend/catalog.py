@@ -76,7 +76,7 @@ class ChunkCatalog:
         self._reported_heads: set[str] = set()
 
     def __len__(self) -> int:
-        return sum(len(group.index) for group in self._groups.values())
+        return sum(len(group.index) for group in list(self._groups.values()))
 
     def add(self, key: str, origin: ChunkOrigin, token_ids: np.ndarray) -> None:
         """Make a stored chunk known. A chunk whose head cannot be found any more is left out."""
@@ -126,7 +126,8 @@ class ChunkCatalog:
                     chunks.append((suits and group.head_ids is not None, match))
         prefix.sort(key=lambda m: (m.start, -m.length))
         chunks.sort(key=lambda c: (not c[0], -c[1].length, c[1].start))
-        elsewhere = [] if chunks else self._elsewhere(prompt_ids, unsuited, prefix)
+        usable = [*prefix, *(match for _, match in chunks)]
+        elsewhere = self._elsewhere(prompt_ids, unsuited, usable)
         return Findings(prefix, [match for _, match in chunks], elsewhere, [])
 
     def _elsewhere(self, prompt_ids: np.ndarray, groups: Iterable[_Group], usable: Iterable[Match]) -> list[Match]:

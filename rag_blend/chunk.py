@@ -16,9 +16,10 @@ GENERIC_HEAD = "any"  # the head digest of chunks that were cached without knowi
 
 
 class LayerKV(NamedTuple):
-    """Keys and values of one layer, each of shape (num_kv_heads, num_tokens, head_dim).
+    """Keys and values of one layer, each of shape ([batch,] num_kv_heads, num_tokens, head_dim).
 
-    Keys are **before** RoPE (and after any k_norm), so that they can be put at any position.
+    What is stored has keys **before** RoPE (and after any k_norm), so that they can be put at any position; what a
+    model's cache holds has them after RoPE. Each use says which.
     """
 
     keys: torch.Tensor
@@ -72,7 +73,7 @@ class ChunkKV(NamedTuple):
     Attributes:
         origin: What the cache was computed with.
         token_ids: The chunk's own ids, int32, shape (num_tokens,).
-        layers: One `LayerKV` per layer.
+        layers: One `LayerKV` per layer, keys before RoPE.
     """
 
     origin: ChunkOrigin

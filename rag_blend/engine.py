@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import Any, TypeVar
@@ -129,7 +130,8 @@ class BlendEngine:
         self._model = model.eval()
         self.tokenizer = tokenizer
         self._lock = lock_of(model)
-        self._adapter = self._adapt(on_unsupported)
+        with self._lock:  # the model may be in use by another engine
+            self._adapter = self._adapt(on_unsupported)
         self._cache_argument = cache_argument_of(model)
         self.context_window = context_window_of(model.config, tokenizer)
         kv_dtype = kv_dtype or (model.dtype if model.dtype.itemsize == 2 else torch.float16)
@@ -215,10 +217,10 @@ class BlendEngine:
 
         Args:
             texts: The chunks, as they will stand in prompts. Outer whitespace does not matter.
-            head: What will stand in front of the first chunk of a prompt (chat template, instructions), as text
-                without special tokens added, or as token ids. Prompts that begin otherwise do not reuse these
-                chunks; prompts that begin so reuse the head itself exactly, from 16 tokens on. None: any prompt may
-                use them.
+            head: What will stand in front of the first chunk of a prompt (chat template, instructions): text, which
+                gets special tokens by the rule of `prefill`, or token ids. Prompts that begin otherwise do not reuse
+                these chunks; prompts that begin so reuse the head itself exactly, from 16 tokens on. None: any
+                prompt may use them.
             doc_ids: One id per text, for `forget`.
             progress: Show a progress bar.
 
@@ -234,7 +236,7 @@ class BlendEngine:
         if self._adapter is None:
             logger.warning("%s is served by full prefill: nothing is ingested", self.model_name)
             return IngestReport(skipped=len(texts))
-        head_ids = None if head is None else prompt_ids(self.tokenizer, head, add_special_tokens=False)
+        head_ids = None if head is None else self._known_ids(prompt_ids(self.tokenizer, head))
         ingester = Ingester(
             self._adapter,
             self.tokenizer,
@@ -311,9 +313,10 @@ class BlendEngine:
             PromptTooLongError: The prompt does not fit the context window.
             GenerationCancelledError: `cancel` was set.
         """
+        started = time.perf_counter()
         policy = self._policy_for(selector, recompute_ratio, reuse)
         ids = self._checked_ids(prompt, add_special_tokens)
-        return self._generate(ids, policy, max_new_tokens, stop_strings(stop), cancel, None, generation_kwargs)
+        return self._generate(started, ids, policy, max_new_tokens, stop_strings(stop), cancel, None, generation_kwargs)
 
     def stream(
         self,
@@ -333,13 +336,14 @@ class BlendEngine:
         Raises:
             PromptTooLongError: The prompt does not fit the context window.
         """
+        started = time.perf_counter()
         policy = self._policy_for(selector, recompute_ratio, reuse)
         ids = self._checked_ids(prompt, add_special_tokens)
         cancel = cancel or threading.Event()
         words = stop_strings(stop)
 
         def run(streamer: PieceStreamer) -> Generation:
-            return self._generate(ids, policy, max_new_tokens, words, cancel, streamer, generation_kwargs)
+            return self._generate(started, ids, policy, max_new_tokens, words, cancel, streamer, generation_kwargs)
 
         return TextStream(run, self.tokenizer, words, cancel)
 
@@ -372,7 +376,7 @@ class BlendEngine:
                     self._catalog.add(key, header.origin, header.token_ids)
 
     def close(self) -> None:
-        """Release the store. The model stays the caller's."""
+        """Release the store's handles; do not use the engine afterwards. The model stays the caller's."""
         with self._lock:
             self._backend.close()
 
@@ -414,12 +418,7 @@ class BlendEngine:
         )
 
     def _checked_ids(self, prompt: str | Sequence[int], add_special_tokens: bool | None) -> np.ndarray:
-        ids = prompt_ids(self.tokenizer, prompt, add_special_tokens)
-        vocab_size = self._model.get_input_embeddings().num_embeddings
-        if ids.max() >= vocab_size:
-            raise ValueError(
-                f"token id {ids.max()} is outside the vocabulary of {self.model_name} ({vocab_size} tokens)"
-            )
+        ids = self._known_ids(prompt_ids(self.tokenizer, prompt, add_special_tokens))
         if len(ids) >= self.context_window:
             raise PromptTooLongError(
                 f"the prompt has {len(ids)} tokens, but the context window of {self.model_name} is "
@@ -427,11 +426,33 @@ class BlendEngine:
             )
         return ids
 
+    def _known_ids(self, ids: np.ndarray) -> np.ndarray:
+        vocab_size = self._model.get_input_embeddings().num_embeddings
+        if ids.max() >= vocab_size:
+            raise ValueError(
+                f"token id {ids.max()} is outside the vocabulary of {self.model_name} ({vocab_size} tokens)"
+            )
+        return ids
+
+    @contextlib.contextmanager
+    def _turn(self, cancel: threading.Event) -> Iterator[None]:
+        """Wait for the model, but not longer than the caller does."""
+        while not self._lock.acquire(timeout=0.05):
+            if cancel.is_set():
+                raise GenerationCancelledError("cancelled before it began")
+        try:
+            if cancel.is_set():
+                raise GenerationCancelledError("cancelled before it began")
+            yield
+        finally:
+            self._lock.release()
+
     def _input(self, ids: np.ndarray) -> torch.Tensor:
         return torch.from_numpy(ids).long()[None].to(self._model.device)
 
     def _generate(
         self,
+        started: float,
         ids: np.ndarray,
         policy: BlendPolicy,
         max_new_tokens: int | None,
@@ -440,7 +461,6 @@ class BlendEngine:
         streamer: PieceStreamer | None,
         kwargs: dict[str, Any],
     ) -> Generation:
-        started = time.perf_counter()
         cancel = cancel or threading.Event()
         clock = FirstTokenClock(cancel)
         wanted = wanted_tokens(
@@ -460,9 +480,7 @@ class BlendEngine:
             new_ids: list[int] = sequences[0, len(ids) :].tolist()
             return new_ids
 
-        with self._lock:
-            if cancel.is_set():
-                raise GenerationCancelledError("cancelled before it began")
+        with self._turn(cancel):
             new_ids, stats = self._run(ids, policy, call, max_new_tokens, cancel)
         if cancel.is_set():
             raise GenerationCancelledError("cancelled")

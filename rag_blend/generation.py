@@ -32,12 +32,13 @@ class GenerationStats:
         reused_tokens: Reused from chunks cached in another context.
         recomputed_tokens: Covered by such a chunk, but computed through all layers.
         fresh_tokens: Covered by no chunk.
-        recompute_ratio: Fresh q/k/v rows of reused and recomputed tokens, as a share of layers x those tokens; a
-            selector's passes over tokens that it then drops are included.
-        mode: ``"blend"``; ``"prefix"`` when only exact rows were reused; ``"full"`` when nothing was.
+        recompute_ratio: Fresh q/k/v rows of reused and recomputed tokens, as a share of layers x those tokens; what a
+            selector computes in order to choose (dropped tokens, a pass of the question) is included.
+        mode: ``"blend"`` when chunks were laid out, even if all their tokens were recomputed; ``"prefix"`` when only
+            exact rows were reused; ``"full"`` when there was nothing stored.
         ttft_s: Seconds from the call to the first new token (or to the logits, for `prefill`).
         load_s: Seconds the reader spent on the stored rows, mostly hidden behind the computation.
-        hits: Stored chunks that were used.
+        hits: Stored chunks that were laid out in the prompt.
         misses: Stored chunks that lie in the prompt but could not be used: lost, damaged, or behind another head.
     """
 
@@ -132,7 +133,8 @@ def generate_arguments(
         raise ValueError("use_cache=False cannot be given: reusing caches is what the engine is for")
     if any((n or 1) != 1 for n in (kwargs.get("num_return_sequences"), getattr(config, "num_return_sequences", None))):
         raise ValueError("one answer per call: num_return_sequences must be 1")
-    arguments = {**kwargs, "max_new_tokens": max_new_tokens}
+    # Checkpoints saved after training with gradient checkpointing often say use_cache=False.
+    arguments = {**kwargs, "max_new_tokens": max_new_tokens, "use_cache": True}
     arguments["stopping_criteria"] = StoppingCriteriaList([clock, *kwargs.get("stopping_criteria", ())])
     if stop:
         arguments |= {"stop_strings": list(stop), "tokenizer": tokenizer}

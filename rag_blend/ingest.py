@@ -40,7 +40,8 @@ class IngestReport:
         chunks: Chunks whose caches were computed and stored.
         tokens: Their tokens.
         bytes: What was written for them, and for a new head.
-        skipped: Texts that needed no work: stored already, given twice, or too short to be found again.
+        skipped: Texts that were not computed: stored already, given twice, too short to be found again, or (with a
+            warning) too long for the context window or not finite.
         seconds: Wall time.
     """
 
@@ -236,6 +237,8 @@ class Ingester:
 
     def _store_batch(self, batch: Sequence[_Job], caches: Sequence[Sequence[LayerKV]]) -> dict[str, int]:
         num_bytes = {}
+        with self._lock:
+            self._primer.reload()  # somebody may have forgotten the document that the sample came from
         for job, layers in zip(batch, caches, strict=True):
             try:
                 written = self._store.put(ChunkKV(job.origin, job.token_ids, layers))
@@ -245,9 +248,12 @@ class Ingester:
             except OSError as error:
                 error.add_note("What was stored before stays; ingest again when the storage has room.")
                 raise
-            num_bytes[written.key] = written.num_bytes
             with self._lock:
+                if job.origin.prime != NO_TOKENS and not self._primer.accepts(job.origin.prime):
+                    self._store.backend.delete(written.key)
+                    continue
                 self._catalog.add(job.key, job.origin, job.token_ids)
+            num_bytes[written.key] = written.num_bytes
         return num_bytes
 
 

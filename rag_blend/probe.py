@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Iterator
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -32,8 +33,6 @@ class ProbePass:
         adapter: The model.
         plan: The prompt's layout.
         source: Brings the stored rows.
-        first_layer: The first layer whose attention counts.
-        last_layer: The pass ends before this layer.
         cancel: Checked before each layer.
     """
 
@@ -42,26 +41,21 @@ class ProbePass:
         adapter: ModelAdapter,
         plan: BlendPlan,
         source: LayerSource,
-        first_layer: int,
-        last_layer: int,
         cancel: threading.Event | None = None,
     ) -> None:
         self._adapter = adapter
         self._source = source
-        self._first = first_layer
-        self._last = last_layer
         self._cancel = cancel
         # All fresh rows are run, since nothing is stored for those between chunks; the question's attention counts.
         self._rows = RowSet(adapter, plan.num_tokens, torch.from_numpy(plan.fresh).to(adapter.device))
         self._question = len(plan.question)
         self._fetched: dict[int, LayerKV] = {}
-        self._layer_idx = 0
         self._received = torch.zeros(plan.num_tokens, device=adapter.device)
 
     @property
     def computed(self) -> int:
         """Rows whose q/k/v the pass computes, summed over layers."""
-        return len(self._rows) * self._last
+        return len(self._rows) * self._adapter.num_layers
 
     def run(self, input_ids: torch.Tensor) -> tuple[Attention, LayerSource]:
         """Run the pass over the prompt, shape (1, num_tokens).
@@ -74,18 +68,14 @@ class ProbePass:
         cache = BlendCache(self._adapter.num_layers, placer=self)
         arguments = {self._adapter.cache_argument: cache}
         with torch.no_grad(), self._observed(), self._adapter.layer_hooks(self.before_layer, cache):
-            with contextlib.suppress(_DeepEnough):
-                self._adapter.model.base_model(input_ids=input_ids, use_cache=True, **arguments)
-        received = self._received / (self._last - self._first)
+            self._adapter.model.base_model(input_ids=input_ids, use_cache=True, **arguments)
+        received = self._received / self._adapter.num_layers
         return received.cpu().numpy(), _Replay(self._fetched, self._source)
 
     def before_layer(self, layer_idx: int, hidden_states: torch.Tensor, kwargs: dict[str, Any]) -> torch.Tensor:
         """A `LayerHook`."""
-        if layer_idx == self._last:
-            raise _DeepEnough
         if self._cancel is not None and self._cancel.is_set():
             raise GenerationCancelledError("cancelled during prefill")
-        self._layer_idx = layer_idx
         if layer_idx == 0:
             hidden_states = hidden_states[:, self._rows.positions]
         kwargs.update(self._rows.arguments(kwargs))
@@ -101,24 +91,24 @@ class ProbePass:
     @contextlib.contextmanager
     def _observed(self) -> Iterator[None]:
         """Let the model's attention report its weights, for the time of the pass."""
-        AttentionInterface.register(_ATTENTION, self._attend)
+        AttentionInterface.register(_ATTENTION, _attend)
         config = self._adapter.config
         usual = config._attn_implementation
         config._attn_implementation = _ATTENTION
+        running = _RUNNING.set(self)
         try:
             yield
         finally:
+            _RUNNING.reset(running)
             config._attn_implementation = usual
 
-    def _attend(
+    def attend(
         self,
-        module: torch.nn.Module,
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,
         attention_mask: torch.Tensor | None,
         scaling: float,
-        **kwargs: Any,
     ) -> tuple[torch.Tensor, None]:
         """Plain attention of few rows; query is (1, num_heads, num_rows, head_dim)."""
         _, heads, rows, dim = query.shape
@@ -128,20 +118,31 @@ class ProbePass:
         if attention_mask is not None:
             scores = _masked(scores, attention_mask[0])
         weights = scores.softmax(-1, dtype=torch.float32)
-        if self._layer_idx >= self._first:
-            self._received += weights[:, :, -self._question :].mean(dim=(0, 1, 2))
+        self._received += weights[:, :, -self._question :].mean(dim=(0, 1, 2))
         output = torch.matmul(weights.to(value.dtype).view(kv_heads, -1, key.shape[2]), value[0])
         return output.view(1, heads, rows, value.shape[-1]).transpose(1, 2).contiguous(), None
+
+
+# The registry of attention functions is global, a pass belongs to one thread.
+_RUNNING: ContextVar[ProbePass] = ContextVar("running probe")
+
+
+def _attend(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    scaling: float,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    return _RUNNING.get().attend(query, key, value, attention_mask, scaling)
 
 
 def _masked(scores: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
     if mask.dtype == torch.bool:
         return scores.masked_fill_(~mask, torch.finfo(scores.dtype).min)
     return scores.add_(mask)
-
-
-class _DeepEnough(Exception):
-    pass
 
 
 class _Replay:

@@ -158,14 +158,12 @@ class PromptRunner:
         cancel: threading.Event | None,
     ) -> tuple[Positions, LayerSource, int]:
         """The tokens to recompute, where the stored rows are now, and the rows that choosing them has cost."""
-        selector, layers = policy.acting_selector, self._adapter.num_layers
+        selector = policy.acting_selector
         if not isinstance(selector, AttentionSelector):
             return selector.select(plan, policy.ratio), source, 0
         if not len(plan.reusable):
             return plan.reusable, source, 0
-        last = max(1, round(selector.probe_depth * layers))
-        first = min(last - 1, int(selector.probe_from * layers))
-        probe = ProbePass(self._adapter, plan, source, first, last, cancel)
+        probe = ProbePass(self._adapter, plan, source, cancel)
         received, source = probe.run(torch.from_numpy(ids).long()[None].to(self._adapter.device))
         return selector.select_by_attention(plan, policy.ratio, received), source, probe.computed
 

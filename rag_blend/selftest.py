@@ -90,8 +90,9 @@ def _check_rotation(adapter: ModelAdapter, input_ids: torch.Tensor) -> None:
     angles = rotary.angles(_NUM_TOKENS, adapter.device)
     here, there = angles.at(0, _NUM_TOKENS - shift), angles.at(shift, _NUM_TOKENS)
     for layer_idx, (first, second) in enumerate(_keys_at_two_places(adapter, input_ids, shift)):
-        moved = rotary.rotate(rotary.unrotate(first.keys[None], here), there)[0]
-        _require_equal(adapter, moved, second.keys.float(), f"moving the keys of layer {layer_idx}")
+        moved = torch.empty_like(second.keys)[None]
+        rotary.rotate_into(moved, rotary.unrotate(first.keys[None], here), there)
+        _require_equal(adapter, moved[0].float(), second.keys.float(), f"moving the keys of layer {layer_idx}")
 
 
 def _keys_at_two_places(adapter: ModelAdapter, input_ids: torch.Tensor, shift: int) -> list[tuple[LayerKV, LayerKV]]:

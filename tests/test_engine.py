@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import gc
 import re
 import threading
+import time
+import weakref
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from conftest import random_model, random_text, small_tokenizer
@@ -22,6 +26,8 @@ from transformers import (
 )
 
 from rag_blend import BlendEngine, GenerationCancelledError, PromptTooLongError, UnsupportedModelError
+from rag_blend.chunk import LayerKV
+from rag_blend.ingest import ChunkPrefiller
 from rag_blend.rows import RowSet
 
 MakeEngine = Callable[..., BlendEngine]
@@ -112,6 +118,13 @@ class TestReuse:
         assert (stats.mode, stats.hits, stats.misses) == ("full", 0, 3)
         assert lax.prefill(prompt_with(*texts[:3])).stats.hits == 3
 
+    def test_chunks_of_another_head_count_beside_usable_ones(self, make_engine: MakeEngine, texts: list[str]) -> None:
+        engine = make_engine()
+        engine.ingest(texts[:2], head=HEAD, progress=False)
+        engine.ingest(texts[2:4], head="Another head of the valley and the river and the north.\n", progress=False)
+        stats = engine.prefill(prompt_with(*texts[:4])).stats
+        assert (stats.hits, stats.misses) == (3, 2)
+
     def test_primed_chunks_are_not_exact(self, make_engine: MakeEngine, texts: list[str]) -> None:
         engine = make_engine(prime=random_text(50, 30), recompute_ratio=0.0)
         engine.ingest(texts[:1], head=HEAD, progress=False)
@@ -178,6 +191,26 @@ class TestForget:
         assert engine.num_chunks == 0
         assert not list(tmp_path.glob("??/*.safetensors"))
         assert engine.ingest(texts, doc_ids=[str(i) for i in range(6)], progress=False).chunks == 6
+
+    def test_forgetting_the_sample_during_an_ingestion(
+        self, make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    ) -> None:
+        """What is written afterwards must not be primed with the forgotten text."""
+        monkeypatch.setattr("rag_blend.ingest._BATCH_TOKENS", 1)
+        engine = make_engine(storage=tmp_path, prime="sample", prime_tokens=16)
+        texts = [random_text(seed) for seed in range(30)]
+        reports = []
+        prefill = ChunkPrefiller.prefill
+
+        def and_forget(self: ChunkPrefiller, chunks: list[np.ndarray]) -> list[list[LayerKV]]:
+            if not reports and engine.num_chunks > 3:
+                reports.append(engine.forget([str(i) for i in range(30)]))
+            return prefill(self, chunks)
+
+        monkeypatch.setattr(ChunkPrefiller, "prefill", and_forget)
+        engine.ingest(texts, doc_ids=[str(i) for i in range(30)], progress=False)
+        assert reports[0].prime_renewed
+        assert engine.num_chunks == 0 and not list(tmp_path.glob("??/*.safetensors"))
 
 
 class TestTrouble:
@@ -360,6 +393,16 @@ class TestGenerationArguments:
         torch.manual_seed(3)
         assert engine.generate(prompt, 20, recompute_ratio=1.0, **sampling).token_ids == stock
 
+    def test_a_checkpoint_that_says_use_cache_false(self, make_engine: MakeEngine, texts: list[str]) -> None:
+        """Left behind by gradient checkpointing; plain transformers then computes without a cache, to the same end."""
+        model = random_model(use_cache=False)
+        engine = make_engine(model=model)
+        engine.ingest(texts, progress=False)
+        ids = torch.tensor([engine.tokenizer(prompt_with(*texts))["input_ids"]])
+        stock = model.generate(ids, max_new_tokens=12, do_sample=False)[0, ids.shape[1] :].tolist()
+        for options in ({"reuse": False}, {"recompute_ratio": 1.0}):
+            assert engine.generate(prompt_with(*texts), 12, do_sample=False, **options).token_ids == stock
+
     def test_generation_config(self, make_engine: MakeEngine) -> None:
         config = GenerationConfig(do_sample=False, eos_token_id=[5], pad_token_id=0)
         answer = make_engine().generate(prompt_with(random_text(1)), 5, generation_config=config)
@@ -448,6 +491,60 @@ class TestThreads:
             results = list(pool.map(lambda i: engines[i % 2].prefill(prompt_with(*texts)).logits, range(80)))
         assert all(torch.equal(result, expected[i % 2]) for i, result in enumerate(results))
 
+    def test_two_models_probe_at_once(self, make_engine: MakeEngine, texts: list[str]) -> None:
+        engines = [make_engine(model=random_model(seed=seed), selector="anchor") for seed in (0, 1)]
+        prompts = [prompt_with(*texts), prompt_with(*texts[:3])]
+        for engine in engines:
+            engine.ingest(texts, progress=False)
+        expected = [engine.prefill(prompt).logits for engine, prompt in zip(engines, prompts, strict=True)]
+        with ThreadPoolExecutor(4) as pool:
+            results = list(pool.map(lambda i: engines[i % 2].prefill(prompts[i % 2]).logits, range(80)))
+        assert all(torch.equal(result, expected[i % 2]) for i, result in enumerate(results))
+
+    @pytest.mark.parametrize("selector", ["heads", "anchor"])
+    def test_a_closed_engine_s_model_is_freed(self, selector: str, make_engine: MakeEngine, texts: list[str]) -> None:
+        model = random_model()
+        engine = BlendEngine(model, small_tokenizer(), None, selector=selector, prime="none")
+        engine.ingest(texts, progress=False)
+        engine.prefill(prompt_with(*texts))
+        gone = weakref.ref(model)
+        engine.close()
+        del engine, model
+        gc.collect()
+        assert gone() is None
+
+    def test_an_engine_can_be_made_while_its_model_is_in_use(self, make_engine: MakeEngine, texts: list[str]) -> None:
+        model = random_model()
+        engine = make_engine(model=model, selector="anchor")
+        engine.ingest(texts, progress=False)
+        with ThreadPoolExecutor(3) as pool:
+            busy = [pool.submit(engine.generate, prompt_with(*texts), 30, eos_token_id=None) for _ in range(3)]
+            for _ in range(5):
+                assert make_engine(model=model).can_blend
+            assert len({tuple(answer.result().token_ids) for answer in busy}) == 1
+        assert model.config._attn_implementation == "sdpa"
+
+    def test_cancelling_in_the_queue_does_not_wait_for_others(self, make_engine: MakeEngine) -> None:
+        engine = make_engine()
+        with engine._lock:  # somebody else is generating
+            with ThreadPoolExecutor(1) as pool:
+                stream = pool.submit(engine.stream, "the river").result()
+                assert not stream._thread.join(0.1)
+                pool.submit(stream.close).result(timeout=10)
+                assert list(stream) == []
+
+    def test_chunks_can_be_counted_during_ingestion(self, make_engine: MakeEngine) -> None:
+        engine = make_engine()
+        with ThreadPoolExecutor(1) as pool:
+            writing = pool.submit(
+                lambda: [engine.ingest([random_text(s)], head=f"Head {s}. " * 8, progress=False) for s in range(20)]
+            )
+            while not writing.done():
+                assert engine.num_chunks >= 0
+                time.sleep(0.0005)
+            writing.result()
+        assert engine.num_chunks == 40
+
     def test_cancelled_before_and_during_prefill(self, make_engine: MakeEngine, texts: list[str]) -> None:
         engine = make_engine()
         engine.ingest(texts, progress=False)
@@ -471,6 +568,13 @@ class TestPrompts:
         plain = engine.prefill("the river and the bridge").stats.prompt_tokens
         assert engine.prefill("<s>the river and the bridge").stats.prompt_tokens == plain
         assert engine.prefill("the river and the bridge", add_special_tokens=False).stats.prompt_tokens == plain - 1
+
+    def test_a_text_head_fits_text_prompts_also_with_bos(self, make_engine: MakeEngine, texts: list[str]) -> None:
+        engine = make_engine(tokenizer=small_tokenizer(adds_bos=True))
+        engine.ingest(texts, head=HEAD, progress=False)
+        stats = engine.prefill(prompt_with(*texts[:3])).stats
+        assert stats.hits == 4 and stats.fresh_tokens < 30
+        assert stats.prefix_tokens > len(engine.tokenizer(HEAD)["input_ids"])  # head and first chunk
 
     def test_token_ids_are_taken_as_they_are(self, make_engine: MakeEngine) -> None:
         assert make_engine().prefill([7, 8, 9]).stats.prompt_tokens == 3

@@ -9,8 +9,6 @@ from rag_blend.selectors.base import TokenSelector
 class AllSelector(TokenSelector):
     """Full prefill through the blending code: the upper bound of quality, and the test of the code."""
 
-    default_ratio = 1.0
-
     def select(self, plan: BlendPlan, ratio: float | None) -> Positions:
         """Every reusable token, whatever the ratio."""
         return plan.reusable

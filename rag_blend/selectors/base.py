@@ -71,15 +71,7 @@ class ScoreSelector(TokenSelector):
 
 
 class AttentionSelector(TokenSelector):
-    """Chooses by the attention that tokens receive from the question, found by a cheap pass over the stored rows.
-
-    Attributes:
-        probe_depth: Share of the model's layers that the pass runs through.
-        probe_from: Share of the model's layers whose attention does not count.
-    """
-
-    probe_depth: float = 1.0
-    probe_from: float = 0.0
+    """Chooses by the attention that tokens receive from the question, found by a cheap pass over the stored rows."""
 
     @abstractmethod
     def select_by_attention(self, plan: BlendPlan, ratio: float | None, received: Attention) -> Positions:

@@ -9,8 +9,6 @@ from rag_blend.selectors.base import EMPTY, TokenSelector
 class NoneSelector(TokenSelector):
     """Pure reuse ("full KV reuse" in the CacheBlend paper): the fastest, and the lower bound of quality."""
 
-    default_ratio = 0.0
-
     def select(self, plan: BlendPlan, ratio: float | None) -> Positions:
         """No token, whatever the ratio."""
         return EMPTY

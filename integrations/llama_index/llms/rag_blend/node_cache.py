@@ -126,7 +126,7 @@ class NodeCache:
 
     def document_deleted(self, doc_id: str) -> None:
         """Erase the caches of a document."""
-        doomed = [node_id for node_id, doc in self._live.items() if doc == doc_id]
+        doomed = [node_id for node_id, doc in list(self._live.items()) if doc == doc_id]
         if not doomed and doc_id in self._live:
             # Some stores (FaissMapVectorStore) take a node id here.
             self.nodes_deleted({doc_id: self._live[doc_id]})
@@ -145,7 +145,7 @@ class NodeCache:
         """
         self._drop(doomed)
         docs = set(doomed.values())
-        rest = self._read([node_id for node_id, doc in self._live.items() if doc in docs])
+        rest = self._read([node_id for node_id, doc in list(self._live.items()) if doc in docs])
         if not rest:
             self._forget(docs)
             return
