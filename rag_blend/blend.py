@@ -24,7 +24,7 @@ from rag_blend.chunk import LayerKV
 from rag_blend.errors import GenerationCancelledError
 from rag_blend.models import ModelAdapter
 from rag_blend.plan import BlendPlan, Positions
-from rag_blend.rows import LayerSource, RowSet
+from rag_blend.rows import LayerSource, Replay, RowSet
 from rag_blend.selectors.base import TokenSelector, share_of
 
 
@@ -61,7 +61,6 @@ class BlendPass:
         self._fresh = self._tensor(plan.fresh)
         self._chosen = self._tensor(chosen)
         self._rows = self._rows_of(self._fresh, self._chosen)
-        self._ahead: dict[int, LayerKV] = {}  # layers fetched before their turn
         self._prefilled = False  # hooks stay while decoding, but then there is nothing to cut down
         self._computed = 0  # reusable rows with fresh q/k/v, summed over layers
 
@@ -92,7 +91,7 @@ class BlendPass:
 
     def place(self, layer_idx: int, keys: torch.Tensor, values: torch.Tensor) -> tuple[LayerKV, int]:
         """A `KVPlacer`: write fresh rows, (batch, num_kv_heads, num_rows, head_dim), among the stored ones."""
-        whole = self._fetch(layer_idx)
+        whole = self._source.layer(layer_idx)
         batch = keys.shape[0]
         if batch > 1:  # beams start from the same prompt
             whole = LayerKV(*(side.expand(batch, -1, -1, -1).clone() for side in whole))
@@ -114,21 +113,18 @@ class BlendPass:
         """Let the selector drop rows, by what this layer would compute for all of them."""
         everyone = self._rows
         fresh = self._adapter.fresh_kv(layer_idx, hidden_states, {**kwargs, **everyone.arguments(kwargs)})
-        whole = self._fetch(layer_idx)
+        whole = self._source.layer(layer_idx)
         candidates = everyone.indices_of(self._chosen)
         stored = LayerKV(*(side[0, :, self._chosen] for side in whole))
         num_kept = min(share_of(len(self._plan.reusable), self._ratio or 0.0), len(candidates))
         kept = self._selector.refine(LayerKV(*(side[:, candidates] for side in fresh)), stored, num_kept)
         # The rows that drop out have fresh values here already: keep those, as the released CacheBlend does.
         everyone.write(whole, LayerKV(fresh.keys[None], fresh.values[None]))
-        self._ahead[layer_idx] = whole
+        self._source = Replay({layer_idx: whole}, self._source)
         self._computed += len(self._chosen) - len(kept)
         self._chosen = self._chosen[kept.sort().values]
         self._rows = self._rows_of(self._fresh, self._chosen)
         return hidden_states[:, everyone.indices_of(self._rows.positions)]
-
-    def _fetch(self, layer_idx: int) -> LayerKV:
-        return self._ahead.pop(layer_idx, None) or self._source.layer(layer_idx)
 
     def _tensor(self, positions: np.ndarray) -> torch.Tensor:
         return torch.from_numpy(positions).to(self._adapter.device)

@@ -139,8 +139,7 @@ class BlendEngine:
         fingerprint = fingerprint_of(model, tokenizer, kv_dtype).digest
         self._store = KVStore(self._backend, fingerprint, namespace, kv_dtype)
         self._primer = Primer(prime, prime_tokens, tokenizer, self._store)
-        self._any_head = any_head
-        self._catalog = self._empty_catalog()
+        self._catalog = ChunkCatalog(self._store.token_ids, self._head_ids, any_head)
         self.refresh()
 
     @classmethod
@@ -398,9 +397,6 @@ class BlendEngine:
             logger.warning("%s It is served by plain full prefill.", error.reason)
             return None
         return adapter
-
-    def _empty_catalog(self) -> ChunkCatalog:
-        return ChunkCatalog(self._store.token_ids, self._head_ids, self._any_head)
 
     def _head_ids(self, digest: str) -> np.ndarray:
         if digest == NO_TOKENS:

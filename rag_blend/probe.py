@@ -13,14 +13,14 @@ from contextvars import ContextVar
 from typing import Any
 
 import torch
-from transformers import AttentionInterface
 
 from rag_blend.cache import BlendCache
 from rag_blend.chunk import LayerKV
 from rag_blend.errors import GenerationCancelledError
 from rag_blend.models import ModelAdapter
+from rag_blend.models.attention import attending
 from rag_blend.plan import BlendPlan
-from rag_blend.rows import LayerSource, RowSet
+from rag_blend.rows import LayerSource, Replay, RowSet
 from rag_blend.selectors.base import Attention
 
 _ATTENTION = "rag_blend_probe"
@@ -70,7 +70,7 @@ class ProbePass:
         with torch.no_grad(), self._observed(), self._adapter.layer_hooks(self.before_layer, cache):
             self._adapter.model.base_model(input_ids=input_ids, use_cache=True, **arguments)
         received = self._received / self._adapter.num_layers
-        return received.cpu().numpy(), _Replay(self._fetched, self._source)
+        return received.cpu().numpy(), Replay(self._fetched, self._source)
 
     def before_layer(self, layer_idx: int, hidden_states: torch.Tensor, kwargs: dict[str, Any]) -> torch.Tensor:
         """A `LayerHook`."""
@@ -91,16 +91,12 @@ class ProbePass:
     @contextlib.contextmanager
     def _observed(self) -> Iterator[None]:
         """Let the model's attention report its weights, for the time of the pass."""
-        AttentionInterface.register(_ATTENTION, _attend)
-        config = self._adapter.config
-        usual = config._attn_implementation
-        config._attn_implementation = _ATTENTION
         running = _RUNNING.set(self)
         try:
-            yield
+            with attending(self._adapter.config, _ATTENTION, _attend):
+                yield
         finally:
             _RUNNING.reset(running)
-            config._attn_implementation = usual
 
     def attend(
         self,
@@ -143,14 +139,3 @@ def _masked(scores: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
     if mask.dtype == torch.bool:
         return scores.masked_fill_(~mask, torch.finfo(scores.dtype).min)
     return scores.add_(mask)
-
-
-class _Replay:
-    """Layers that have been fetched once, then the rest."""
-
-    def __init__(self, fetched: dict[int, LayerKV], rest: LayerSource) -> None:
-        self._fetched = fetched
-        self._rest = rest
-
-    def layer(self, layer_idx: int) -> LayerKV:
-        return self._fetched.pop(layer_idx, None) or self._rest.layer(layer_idx)

@@ -17,6 +17,23 @@ class LayerSource(Protocol):
         """Keys (after RoPE) and values, (1, num_kv_heads, num_tokens + room, head_dim), to be written to."""
 
 
+class Replay:
+    """Layers that were fetched before their turn, then the rest.
+
+    Args:
+        fetched: Layers by their index; each is handed out once.
+        rest: Where the others come from.
+    """
+
+    def __init__(self, fetched: dict[int, LayerKV], rest: LayerSource) -> None:
+        self._fetched = fetched
+        self._rest = rest
+
+    def layer(self, layer_idx: int) -> LayerKV:
+        """See `LayerSource.layer`."""
+        return self._fetched.pop(layer_idx, None) or self._rest.layer(layer_idx)
+
+
 class RowSet:
     """Some rows of a prompt.
 

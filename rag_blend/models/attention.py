@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -57,13 +57,20 @@ def packed_attention(
 @contextlib.contextmanager
 def packing(config: PreTrainedConfig) -> Iterator[None]:
     """Let a model that uses sdpa use `packed_attention` for the time being; others are left alone."""
-    usual = config._attn_implementation
-    if usual != "sdpa":
+    if config._attn_implementation != "sdpa":
         yield
         return
-    AttentionInterface.register(_NAME, packed_attention)
-    AttentionMaskInterface.register(_NAME, sdpa_mask)  # or decoding several tokens at once would get no mask
-    config._attn_implementation = _NAME
+    with attending(config, _NAME, packed_attention):
+        yield
+
+
+@contextlib.contextmanager
+def attending(config: PreTrainedConfig, name: str, function: Callable[..., Any]) -> Iterator[None]:
+    """Let a model use an attention function of ours, known to transformers by `name`, for the time being."""
+    AttentionInterface.register(name, function)
+    AttentionMaskInterface.register(name, sdpa_mask)  # or decoding several tokens at once would get no mask
+    usual = config._attn_implementation
+    config._attn_implementation = name
     try:
         yield
     finally:
