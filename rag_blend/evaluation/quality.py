@@ -1,0 +1,227 @@
+"""The quality bench: every policy against full prefill, on the same token ids of the same cases."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+from types import TracebackType
+from typing import Any
+
+import torch
+from tqdm.auto import tqdm
+from transformers import LogitsProcessorList, PreTrainedModel, PreTrainedTokenizerBase
+
+from rag_blend.chunk import digest_json
+from rag_blend.engine import BlendEngine, Storage
+from rag_blend.errors import PromptTooLongError
+from rag_blend.evaluation import prompts
+from rag_blend.evaluation.cases import Case
+from rag_blend.evaluation.environment import environment_of
+from rag_blend.evaluation.journal import Journal, code_digest
+from rag_blend.evaluation.policies import Policy
+from rag_blend.evaluation.report import QualityReport
+from rag_blend.evaluation.results import Answer, CaseResult, Fidelity, Measurement
+from rag_blend.evaluation.teacher import GREEDY, LogitsRecorder, forced_logits
+from rag_blend.fingerprint import fingerprint_of
+from rag_blend.generation import Generation
+from rag_blend.storage import open_storage
+
+_MORE_TO_COPY = 8  # a copied text may be tokenised a little differently, and its end must be seen
+
+
+class QualityBench:
+    """Measures how close policies come to full prefill, and how much faster they are.
+
+    The reference of a case is the greedy answer of full prefill. Each policy prefills the same prompt, and one
+    forward over the reference's tokens (teacher forcing) gives its logits at every position of the answer.
+
+    Args:
+        model: The model; all policies share it.
+        tokenizer: Its tokenizer.
+        storage: Where caches live, see `BlendEngine`; all policies share it.
+        policies: What is compared; names must differ.
+        max_new_tokens: Longest answer. Cases of copying get what their text needs.
+        out: Directory in which each case's result is kept, and looked for before it is measured again; results of
+            another model, prompt, policy or code are not used. None: results live in memory only.
+
+    Raises:
+        UnsupportedModelError: The model cannot be blended correctly.
+        ValueError: No policies, two of one name, or an argument of one that the engine refuses.
+        OSError: `storage` or `out` cannot be used.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        tokenizer: PreTrainedTokenizerBase,
+        storage: Storage,
+        policies: Sequence[Policy],
+        max_new_tokens: int = 32,
+        out: str | os.PathLike[str] | None = None,
+    ) -> None:
+        names = [policy.name for policy in policies]
+        if not names or len(set(names)) < len(names):
+            raise ValueError(f"policies need names of their own, and there must be one; got {names}")
+        if max_new_tokens < 1:
+            raise ValueError(f"max_new_tokens must be at least 1, got {max_new_tokens}")
+        self._model = model
+        self._tokenizer = tokenizer
+        self._policies = list(policies)
+        self._max_new_tokens = max_new_tokens
+        self._out = out
+        self._warm = False
+        with ExitStack() as stack:
+            backend = open_storage(storage)
+            stack.callback(backend.close)
+            groups = {policy.group: policy for policy in policies}
+            self._engines = {
+                group: BlendEngine(model, tokenizer, backend, **policy.engine_arguments)
+                for group, policy in groups.items()
+            }
+            self._open = stack.pop_all()
+
+    def __enter__(self) -> QualityBench:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Release the storage; the model stays the caller's."""
+        self._open.close()
+
+    def prepare(self, cases: Sequence[Case], progress: bool = True) -> None:
+        """Prefill and store all passages of the cases, once per way of priming. What is stored is not done again.
+
+        Args:
+            cases: The cases.
+            progress: Show a progress bar.
+
+        Raises:
+            PromptTooLongError: A case does not fit the context window; nothing has been stored then.
+            OSError: The storage refused.
+        """
+        for case in cases:
+            self._require_fit(case)
+        texts = list(dict.fromkeys(passage.prompt_text for case in cases for passage in case.passages))
+        head = prompts.head_ids(self._tokenizer)
+        for engine in self._engines.values():
+            engine.ingest(texts, head=head, progress=progress)
+
+    def run(self, cases: Sequence[Case], progress: bool = True) -> QualityReport:
+        """Measure the cases; `prepare` them first, or there is nothing to reuse.
+
+        The policies' order rotates from case to case. A policy's own text is generated only where its most likely
+        token differs from the reference somewhere: otherwise greedy decoding would repeat the reference.
+
+        Args:
+            cases: The cases; those with a result in `out` are not measured again.
+            progress: Show a progress bar.
+
+        Raises:
+            PromptTooLongError: A case does not fit the context window.
+            OSError: `out` cannot be written.
+        """
+        journal = None if self._out is None else Journal(self._out, self._configuration())
+        known = {} if journal is None else journal.results
+        results = []
+        for number, case in enumerate(tqdm(cases, desc="cases", disable=not progress)):
+            ids = prompts.case_ids(self._tokenizer, case)
+            key = digest_json([case.id, case.group, case.answers, ids])
+            result = known.get(key)
+            if result is None:
+                result = self._measure(case, key, ids, number)
+                if journal is not None:
+                    journal.append(result)
+            results.append(result)
+        environment = {**environment_of(self._model), "max_new_tokens": str(self._max_new_tokens)}
+        return QualityReport(results, environment, [policy.describe() for policy in self._policies])
+
+    def _configuration(self) -> dict[str, Any]:
+        fingerprint = fingerprint_of(self._model, self._tokenizer, self._model.dtype)
+        environment = environment_of(self._model)
+        del environment["date"]
+        return {
+            "model": fingerprint.digest,
+            "code": code_digest(),
+            "policies": [policy.describe() for policy in self._policies],
+            "max_new_tokens": self._max_new_tokens,
+            "environment": environment,
+        }
+
+    def _measure(self, case: Case, key: str, ids: list[int], number: int) -> CaseResult:
+        turn = number % len(self._policies)
+        order = self._policies[turn:] + self._policies[:turn]
+        plain = next(iter(self._engines.values()))  # for what does not depend on the policy
+        if not self._warm:
+            self._warm_up(plain, ids)
+        reference, logits = self._reference(plain, case, ids)
+        answer = Answer.to(case, reference.text, len(reference.token_ids))
+        first_stats = plain.prefill(ids, reuse=False).stats
+        again = self._compared(plain, ids, reference, logits, reuse=False)
+        full_stats = replace(first_stats, ttft_s=(first_stats.ttft_s + again.ttft_s) / 2)
+        everything = self._compared(plain, ids, reference, logits, recompute_ratio=1.0)
+        measured = {policy.name: self._of_policy(policy, case, ids, reference, logits) for policy in order}
+        return CaseResult(
+            key=key,
+            case_id=case.id,
+            group=case.group,
+            answerable=case.answerable,
+            order=tuple(policy.name for policy in order),
+            full=Measurement.of(full_stats, answer=answer),
+            floors={"full again": again, "r = 1": everything},
+            policies={policy.name: measured[policy.name] for policy in self._policies},
+        )
+
+    def _warm_up(self, plain: BlendEngine, ids: list[int]) -> None:
+        """Lazy imports, page cache, thread pools: the first run of anything is not like the others."""
+        plain.prefill(ids, reuse=False)
+        for policy in self._policies:
+            self._engines[policy.group].prefill(ids, **policy.call_arguments)
+        self._warm = True
+
+    def _reference(self, engine: BlendEngine, case: Case, ids: list[int]) -> tuple[Generation, torch.Tensor]:
+        """The greedy answer of full prefill, and the logits of its steps, (num_tokens, vocab)."""
+        recorder = LogitsRecorder()
+        generation = engine.generate(
+            ids, self._room(case), reuse=False, logits_processor=LogitsProcessorList([recorder]), **GREEDY
+        )
+        return generation, recorder.logits()
+
+    def _of_policy(
+        self, policy: Policy, case: Case, ids: list[int], reference: Generation, logits: torch.Tensor
+    ) -> Measurement:
+        engine = self._engines[policy.group]
+        measured = self._compared(engine, ids, reference, logits, **policy.call_arguments)
+        assert measured.fidelity is not None
+        generation = reference
+        if measured.fidelity.agreement < 1.0:
+            generation = engine.generate(ids, self._room(case), **policy.call_arguments, **GREEDY)
+        return replace(measured, answer=Answer.to(case, generation.text, len(generation.token_ids)))
+
+    def _compared(
+        self, engine: BlendEngine, ids: list[int], reference: Generation, logits: torch.Tensor, **how: Any
+    ) -> Measurement:
+        """One prefill, compared with the reference along its answer. Its cache is gone when this returns."""
+        prefill = engine.prefill(ids, **how)
+        forced = forced_logits(self._model, prefill, reference.token_ids)
+        return Measurement.of(prefill.stats, Fidelity.between(logits, forced))
+
+    def _room(self, case: Case) -> int:
+        if case.task != "copy":
+            return self._max_new_tokens
+        wanted = self._tokenizer(list(case.answers), add_special_tokens=False)["input_ids"]
+        return max(self._max_new_tokens, max(map(len, wanted)) + _MORE_TO_COPY)
+
+    def _require_fit(self, case: Case) -> None:
+        window = next(iter(self._engines.values())).context_window
+        needed = len(prompts.case_ids(self._tokenizer, case)) + self._room(case)
+        if needed > window:
+            raise PromptTooLongError(
+                f"case {case.id!r} of {case.group} takes {needed} tokens with its answer, but the model's context "
+                f"window is {window}; use fewer passages per case"
+            )
