@@ -11,7 +11,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-FORMAT = "rag_blend.kv/1"
+FORMAT = "rag_blend.kv/2"
 GENERIC_HEAD = "any"  # the head digest of chunks that were cached without knowing the prompt's head
 
 
@@ -67,6 +67,18 @@ class ChunkOrigin:
     prime: str
 
 
+class Context(NamedTuple):
+    """What chunks are prefilled behind.
+
+    Attributes:
+        token_ids: Head and priming text, int32, shape (num_tokens,); may be empty.
+        weight: Its weight in the mean over contexts.
+    """
+
+    token_ids: np.ndarray
+    weight: float
+
+
 class ChunkKV(NamedTuple):
     """The whole cache of one chunk.
 
@@ -74,11 +86,14 @@ class ChunkKV(NamedTuple):
         origin: What the cache was computed with.
         token_ids: The chunk's own ids, int32, shape (num_tokens,).
         layers: One `LayerKV` per layer, keys before RoPE.
+        staleness: How far each token's keys and values depend on what stood in front of the chunk, as far as is known:
+            their variance over contexts relative to their mean square, float16, shape (num_tokens,). None: unknown.
     """
 
     origin: ChunkOrigin
     token_ids: np.ndarray
     layers: Sequence[LayerKV]
+    staleness: np.ndarray | None = None
 
 
 def digest_json(value: object) -> str:

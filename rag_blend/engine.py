@@ -23,6 +23,14 @@ from transformers import (
 from transformers.cache_utils import Cache
 
 from rag_blend.cache import BlendCache
+from rag_blend.calibration import (
+    DEFAULT_TARGET_AGREEMENT,
+    DEFAULT_TARGET_KL,
+    Verdict,
+    load_verdict,
+    priming_of,
+    save_verdict,
+)
 from rag_blend.catalog import ChunkCatalog
 from rag_blend.chunk import NO_TOKENS
 from rag_blend.errors import GenerationCancelledError, PromptTooLongError, UnsupportedModelError
@@ -32,6 +40,7 @@ from rag_blend.generation import (
     Generation,
     GenerationStats,
     PieceStreamer,
+    Prefill,
     TextStream,
     cut_at_stop,
     generate_arguments,
@@ -41,33 +50,21 @@ from rag_blend.generation import (
 from rag_blend.info import context_window_of
 from rag_blend.ingest import Ingester, IngestReport, read_head
 from rag_blend.models import ModelAdapter, adapter_for, cache_argument_of, lock_of
+from rag_blend.policy import DEFAULT_SELECTOR, PolicyChooser, PolicyInfo, Ratio
 from rag_blend.primer import Primer
 from rag_blend.prompt import prompt_ids
 from rag_blend.runner import BlendPolicy, PromptRunner
 from rag_blend.selectors import TokenSelector
 from rag_blend.selftest import check_model
+from rag_blend.shadow import MAX_ANSWER_TOKENS, DriftReport, ShadowChecker, ShadowQuery
 from rag_blend.storage import StorageBackend, open_storage
 from rag_blend.store import KVStore
+from rag_blend.teacher import forced_logits
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 Storage = str | os.PathLike[str] | StorageBackend | None
-
-
-@dataclass(frozen=True, slots=True)
-class Prefill:
-    """A prompt's prefill.
-
-    Attributes:
-        logits: Of the next token, float32, shape (vocab,).
-        cache: Keys and values of all prompt tokens, ready to be decoded from.
-        stats: What was reused and computed.
-    """
-
-    logits: torch.Tensor
-    cache: Cache
-    stats: GenerationStats
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,17 +90,24 @@ class BlendEngine:
         model: A causal language model of transformers.
         tokenizer: Its tokenizer.
         storage: Where caches live: a directory, a URL, a `StorageBackend`, or None for this process's memory.
-        selector: Which reusable tokens are recomputed: a name (``"heads"``, ``"hkvd"``, ``"probe"``,
-            ``"anchor"``, ``"random"``, ``"all"``, ``"none"``) or a `TokenSelector`.
-        recompute_ratio: Share of the reusable tokens to recompute. None: the selector's own default. 1.0: all of
+        selector: Which reusable tokens are recomputed, unless a calibration chose another selector: a name
+            (``"heads"``, ``"hkvd"``, ``"probe"``, ``"anchor"``, ``"random"``, ``"all"``, ``"none"``) or a
+            `TokenSelector`, which never gives way.
+        recompute_ratio: Share of the reusable tokens to recompute. ``"auto"``: selector and ratio are those that
+            ``rag-blend calibrate`` has found for this model, namespace and priming, or full prefill if it found
+            none; without a calibration, the selector's own default. None: the selector's own default. 1.0: all of
             them, whatever the selector, and nothing is taken from the store.
         prime: ``"sample"``, ``"none"`` or a text: what stands between head and chunk while a chunk is ingested.
         prime_tokens: Length of a sampled priming text; best about as much text as will stand in front of a chunk.
+        prime_texts: How many sampled texts a chunk is primed with, one at a time: the mean of its caches is stored,
+            with the one behind the head alone among them. Each text costs a prefill of the chunk at ingestion.
         namespace: Tenant. Entries of different namespaces never meet.
         kv_dtype: Dtype of stored keys and values. None: the model's own if it has 16 bits, else float16.
         any_head: Reuse chunks also behind another head than the one they were cached behind.
         on_unsupported: What to do with a model that cannot be blended: ``"error"``, or ``"full"`` to serve it by
             plain full prefill.
+        shadow: Share of the answered prompts that are compared with full prefill in the background, when the model
+            is free; see `drift`. 0: none.
 
     Raises:
         UnsupportedModelError: The model cannot be blended correctly.
@@ -115,21 +119,24 @@ class BlendEngine:
         model: PreTrainedModel,
         tokenizer: PreTrainedTokenizerBase,
         storage: Storage = "kv/",
-        selector: str | TokenSelector = "heads",
-        recompute_ratio: float | None = None,
+        selector: str | TokenSelector = DEFAULT_SELECTOR,
+        recompute_ratio: Ratio = "auto",
         prime: str = "sample",
         prime_tokens: int = 512,
+        prime_texts: int = 1,
         namespace: str = "default",
         kv_dtype: torch.dtype | None = None,
         any_head: bool = False,
         on_unsupported: str = "error",
+        shadow: float = 0.0,
     ) -> None:
-        self._policy = BlendPolicy.of(selector, recompute_ratio)
+        self._policies = PolicyChooser(selector, recompute_ratio)
         if on_unsupported not in {"error", "full"}:
             raise ValueError(f"on_unsupported must be 'error' or 'full', not {on_unsupported!r}")
         self._model = model.eval()
         self.tokenizer = tokenizer
         self._lock = lock_of(model)
+        self._shadow = ShadowChecker(shadow, self._lock, self._logits_along, self._target)
         with self._lock:  # the model may be in use by another engine
             self._adapter = self._adapt(on_unsupported)
         self._cache_argument = cache_argument_of(model)
@@ -138,7 +145,8 @@ class BlendEngine:
         self._backend = open_storage(storage)
         fingerprint = fingerprint_of(model, tokenizer, kv_dtype).digest
         self._store = KVStore(self._backend, fingerprint, namespace, kv_dtype)
-        self._primer = Primer(prime, prime_tokens, tokenizer, self._store)
+        self._primer = Primer(prime, prime_tokens, prime_texts, tokenizer, self._store)
+        self._priming = priming_of(prime, prime_tokens, prime_texts)
         self._catalog = ChunkCatalog(self._store.token_ids, self._head_ids, any_head)
         self.refresh()
 
@@ -147,8 +155,8 @@ class BlendEngine:
         cls,
         path_or_hub_id: str | os.PathLike[str],
         storage: Storage = "kv/",
-        selector: str | TokenSelector = "heads",
-        recompute_ratio: float | None = None,
+        selector: str | TokenSelector = DEFAULT_SELECTOR,
+        recompute_ratio: Ratio = "auto",
         prime: str = "sample",
         namespace: str = "default",
         device: str | torch.device | None = None,
@@ -197,6 +205,12 @@ class BlendEngine:
         return self._adapter is not None
 
     @property
+    def policy(self) -> PolicyInfo:
+        """How prompts are treated unless a call says otherwise, and who decided so."""
+        info = self._policies.info
+        return info if self.can_blend else replace(info, full_prefill=True)
+
+    @property
     def num_chunks(self) -> int:
         """Stored chunks that prompts can use."""
         return len(self._catalog)
@@ -204,6 +218,20 @@ class BlendEngine:
     def counts(self) -> dict[str, int]:
         """Trouble met with stored entries so far: ``missing``, ``corrupt``, ``foreign``, ``unavailable``."""
         return dict(self._store.counts)
+
+    def drift(self) -> DriftReport:
+        """How far from full prefill the answers were that `shadow` picked."""
+        return self._shadow.report()
+
+    def adopt(self, verdict: Verdict) -> None:
+        """Record a calibration's verdict for this model, namespace and priming, and follow it.
+
+        Raises:
+            OSError: The storage refused.
+        """
+        with self._lock:
+            save_verdict(self._store, self._priming, verdict)
+            self._policies.adopt(verdict)
 
     def ingest(
         self,
@@ -253,7 +281,7 @@ class BlendEngine:
         *,
         add_special_tokens: bool | None = None,
         selector: str | TokenSelector | None = None,
-        recompute_ratio: float | None = None,
+        recompute_ratio: Ratio = None,
         reuse: bool = True,
     ) -> Prefill:
         """Prefill a prompt, reusing what is stored.
@@ -262,15 +290,16 @@ class BlendEngine:
             prompt: Text or token ids. Text gets the tokenizer's special tokens unless it already begins with BOS;
                 pass `add_special_tokens=False` for the output of a chat template.
             add_special_tokens: Overrides that rule.
-            selector: Another selector than the engine's, for this prompt; the engine's ratio stays.
-            recompute_ratio: Another ratio than the engine's, for this prompt.
+            selector: Another selector than the engine's, for this prompt; the engine's ratio stays, but not a
+                calibrated one.
+            recompute_ratio: Another ratio than the engine's or the calibrated one, for this prompt.
             reuse: False: plain full prefill, whatever is stored.
 
         Raises:
             PromptTooLongError: The prompt does not fit the context window.
         """
         started = time.perf_counter()
-        policy = self._policy_for(selector, recompute_ratio, reuse)
+        policy = self._policies.resolve(selector, recompute_ratio, reuse)
         ids = self._checked_ids(prompt, add_special_tokens)
 
         def call(cache: BlendCache | None) -> tuple[torch.Tensor, Cache]:
@@ -289,7 +318,7 @@ class BlendEngine:
         add_special_tokens: bool | None = None,
         cancel: threading.Event | None = None,
         selector: str | TokenSelector | None = None,
-        recompute_ratio: float | None = None,
+        recompute_ratio: Ratio = None,
         reuse: bool = True,
         **generation_kwargs: Any,
     ) -> Generation:
@@ -313,7 +342,7 @@ class BlendEngine:
             GenerationCancelledError: `cancel` was set.
         """
         started = time.perf_counter()
-        policy = self._policy_for(selector, recompute_ratio, reuse)
+        policy = self._policies.resolve(selector, recompute_ratio, reuse)
         ids = self._checked_ids(prompt, add_special_tokens)
         return self._generate(started, ids, policy, max_new_tokens, stop_strings(stop), cancel, None, generation_kwargs)
 
@@ -326,7 +355,7 @@ class BlendEngine:
         add_special_tokens: bool | None = None,
         cancel: threading.Event | None = None,
         selector: str | TokenSelector | None = None,
-        recompute_ratio: float | None = None,
+        recompute_ratio: Ratio = None,
         reuse: bool = True,
         **generation_kwargs: Any,
     ) -> TextStream:
@@ -336,7 +365,7 @@ class BlendEngine:
             PromptTooLongError: The prompt does not fit the context window.
         """
         started = time.perf_counter()
-        policy = self._policy_for(selector, recompute_ratio, reuse)
+        policy = self._policies.resolve(selector, recompute_ratio, reuse)
         ids = self._checked_ids(prompt, add_special_tokens)
         cancel = cancel or threading.Event()
         words = stop_strings(stop)
@@ -366,8 +395,9 @@ class BlendEngine:
         return ForgetReport(len(keys), bool(samples.records))
 
     def refresh(self) -> None:
-        """Take over what other processes have stored since this engine was made."""
+        """Take over what other processes have stored since this engine was made, a calibration included."""
         with self._lock:
+            self._policies.adopt(load_verdict(self._store, self._priming))
             self._primer.reload()
             self._catalog.clear()  # not replaced: an ingestion that waits for the lock goes on with it
             for key, header in self._store.scan():
@@ -376,6 +406,7 @@ class BlendEngine:
 
     def close(self) -> None:
         """Release the store's handles; do not use the engine afterwards. The model stays the caller's."""
+        self._shadow.close()
         with self._lock:
             self._backend.close()
 
@@ -405,13 +436,6 @@ class BlendEngine:
         if ids is None:
             raise KeyError(digest)
         return ids
-
-    def _policy_for(self, selector: str | TokenSelector | None, ratio: float | None, reuse: bool) -> BlendPolicy:
-        return BlendPolicy.of(
-            self._policy.selector if selector is None else selector,
-            self._policy.ratio if ratio is None else ratio,
-            reuse,
-        )
 
     def _checked_ids(self, prompt: str | Sequence[int], add_special_tokens: bool | None) -> np.ndarray:
         ids = self._known_ids(prompt_ids(self.tokenizer, prompt, add_special_tokens))
@@ -480,6 +504,8 @@ class BlendEngine:
             new_ids, stats = self._run(ids, policy, call, max_new_tokens, cancel)
         if cancel.is_set():
             raise GenerationCancelledError("cancelled")
+        if stats.mode == "blend" and new_ids:
+            self._shadow.offer(ShadowQuery(ids, policy, new_ids[:MAX_ANSWER_TOKENS]))
         text = cut_at_stop(str(self.tokenizer.decode(new_ids, skip_special_tokens=True)), stop)
         return Generation(text, new_ids, replace(stats, ttft_s=(clock.first_token_at or started) - started))
 
@@ -489,6 +515,33 @@ class BlendEngine:
         with torch.no_grad():
             output = self._model(input_ids=self._input(ids), use_cache=True, logits_to_keep=1, **given)
         return output.logits[0, -1].float(), output[self._cache_argument]
+
+    def _logits_along(self, query: ShadowQuery, policy: BlendPolicy, stop: threading.Event) -> torch.Tensor | None:
+        """Logits along an answer behind its prompt; None if that was to be blended and cannot be any more."""
+        adapter = self._adapter
+        assert adapter is not None  # or nothing would have been blended
+
+        def check(layer_idx: int, hidden_states: torch.Tensor, kwargs: dict[str, Any]) -> torch.Tensor:
+            if stop.is_set():
+                raise GenerationCancelledError("the engine is being closed")
+            return hidden_states
+
+        def call(cache: BlendCache) -> tuple[torch.Tensor, Cache]:
+            with adapter.layer_hooks(check, cache):
+                return self._forward(query.ids, cache)
+
+        runner = PromptRunner(adapter, self._store)
+        (logits, cache), stats = runner.run(query.ids, self._catalog, policy, call, cancel=stop)
+        if policy.reuse and stats.mode != "blend":
+            return None
+        return forced_logits(self._model, Prefill(logits, cache, stats), query.answer_ids)
+
+    def _target(self) -> tuple[float, float]:
+        """Mean KL and agreement that blending is to keep."""
+        verdict = self._policies.verdict
+        if verdict is None:
+            return DEFAULT_TARGET_KL, DEFAULT_TARGET_AGREEMENT
+        return verdict.target_kl, verdict.target_agreement
 
     def _run(
         self,

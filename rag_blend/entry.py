@@ -1,9 +1,10 @@
 """One chunk's cache as the bytes of one safetensors file.
 
-The file holds ``token_ids`` (int32) and one tensor per layer, ``layer.000`` …, of shape
-(2, num_kv_heads, num_tokens, head_dim): keys before RoPE, then values. So a layer is one contiguous read. The
-metadata name the origin and carry one xxh3 checksum per layer, over its number, dtype, shape and bytes; the entry's
-key is a digest of origin and token ids. So a header that says something else than was written is found out.
+The file holds ``token_ids`` (int32), possibly ``chunk_staleness`` (float16, see `ChunkKV`), and one tensor per layer,
+``layer.000`` …, of shape (2, num_kv_heads, num_tokens, head_dim): keys before RoPE, then values. So a layer is one
+contiguous read. The metadata name the origin and carry one xxh3 checksum per layer, over its number, dtype, shape and
+bytes, and one of the staleness; the entry's key is a digest of origin and token ids. So a header that says something
+else than was written is found out.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ MAX_HEADER_BYTES = 1 << 20
 _FIRST_READ = 1 << 14  # enough for the header of most models: one read instead of two
 _DTYPES = {"F16": torch.float16, "BF16": torch.bfloat16, "F32": torch.float32}
 _IDS = "token_ids"
+_STALENESS = "chunk_staleness"  # sorted in front of the layers: one read brings header, ids and this
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +41,7 @@ class EntryHeader:
         dtype: Of every layer.
         offsets: First byte of each layer in the file.
         checksums: xxh3_128 of each layer's number, dtype, shape and bytes.
+        staleness: See `ChunkKV.staleness`.
     """
 
     origin: ChunkOrigin
@@ -47,6 +50,7 @@ class EntryHeader:
     dtype: torch.dtype
     offsets: tuple[int, ...]
     checksums: tuple[str, ...]
+    staleness: np.ndarray | None = None
 
     @property
     def layer_bytes(self) -> int:
@@ -80,6 +84,10 @@ def encode_entry(chunk: ChunkKV, dtype: torch.dtype) -> bytes:
     }
     tensors = {f"layer.{i:03d}": layer for i, layer in enumerate(stored)}
     tensors[_IDS] = torch.from_numpy(np.array(chunk.token_ids, dtype=np.int32))
+    if chunk.staleness is not None:
+        staleness = np.array(chunk.staleness, dtype=np.float16)
+        tensors[_STALENESS] = torch.from_numpy(staleness)
+        metadata[_STALENESS] = xxhash.xxh3_128_hexdigest(staleness.tobytes())
     return save(tensors, metadata)
 
 
@@ -134,7 +142,8 @@ def _parse_header(reader: EntryReader, key: str) -> EntryHeader:
     metadata = fields.pop("__metadata__")
     if metadata["format"] != FORMAT:
         raise ValueError(f"format {metadata['format']!r}, expected {FORMAT!r}")
-    ids = _read_ids(reader, fields.pop(_IDS), 8 + length)
+    ids = _read_vector(reader, fields.pop(_IDS), 8 + length, "I32").view("<i4")
+    staleness = _read_staleness(reader, fields.pop(_STALENESS, None), 8 + length, metadata.get(_STALENESS), len(ids))
     origin = ChunkOrigin(**json.loads(metadata["origin"]))
     if chunk_key(origin, ids) != key:
         raise ValueError("its contents belong under another key")
@@ -150,6 +159,7 @@ def _parse_header(reader: EntryReader, key: str) -> EntryHeader:
         dtype=_DTYPES[layers[0]["dtype"]],
         offsets=tuple(8 + length + _span(layer)[0] for layer in layers),
         checksums=checksums,
+        staleness=staleness,
     )
     for layer in layers:
         start, end = _span(layer)
@@ -158,11 +168,24 @@ def _parse_header(reader: EntryReader, key: str) -> EntryHeader:
     return header
 
 
-def _read_ids(reader: EntryReader, field: dict[str, Any], data_start: int) -> np.ndarray:
+def _read_vector(reader: EntryReader, field: dict[str, Any], data_start: int, dtype: str) -> np.ndarray:
+    """The bytes of a one-dimensional tensor."""
     start, end = _span(field)
-    if field["dtype"] != "I32" or field["shape"] != [(end - start) // 4] or data_start + end > reader.size:
-        raise ValueError("token ids are malformed")
-    return reader.read(data_start + start, end - start).view("<i4")
+    itemsize = {"I32": 4, "F16": 2}[dtype]
+    if field["dtype"] != dtype or field["shape"] != [(end - start) // itemsize] or data_start + end > reader.size:
+        raise ValueError(f"a vector of {dtype} is malformed")
+    return reader.read(data_start + start, end - start)
+
+
+def _read_staleness(
+    reader: EntryReader, field: dict[str, Any] | None, data_start: int, checksum: Any, num_tokens: int
+) -> np.ndarray | None:
+    if field is None and checksum is None:
+        return None
+    data = _read_vector(reader, field or {}, data_start, "F16")
+    if xxhash.xxh3_128_hexdigest(data.tobytes()) != checksum or len(data) != 2 * num_tokens:
+        raise ValueError("staleness does not match its checksum")
+    return data.view("<f2")
 
 
 def _span(field: dict[str, Any]) -> tuple[int, int]:

@@ -17,6 +17,7 @@ from transformers import (
     StoppingCriteria,
     StoppingCriteriaList,
 )
+from transformers.cache_utils import Cache
 from transformers.generation.streamers import TextStreamer
 
 from rag_blend.errors import GenerationCancelledError
@@ -53,6 +54,21 @@ class GenerationStats:
     load_s: float = 0.0
     hits: int = 0
     misses: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Prefill:
+    """A prompt's prefill.
+
+    Attributes:
+        logits: Of the next token, float32, shape (vocab,).
+        cache: Keys and values of all prompt tokens, ready to be decoded from.
+        stats: What was reused and computed.
+    """
+
+    logits: torch.Tensor
+    cache: Cache
+    stats: GenerationStats
 
 
 @dataclass(frozen=True, slots=True)

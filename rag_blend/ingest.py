@@ -11,18 +11,15 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import torch
 from tqdm.auto import tqdm
 from transformers import PreTrainedTokenizerBase
-from transformers.cache_utils import DynamicCache
 
-from rag_blend.cache import kv_of
 from rag_blend.catalog import ChunkCatalog
-from rag_blend.chunk import GENERIC_HEAD, NO_TOKENS, ChunkKV, ChunkOrigin, LayerKV, digest_ids
+from rag_blend.chunk import GENERIC_HEAD, NO_TOKENS, ChunkKV, ChunkOrigin, Context, digest_ids
 from rag_blend.models import ModelAdapter
+from rag_blend.prefiller import ChunkPrefiller, Prefilled
 from rag_blend.primer import Primer
 from rag_blend.prompt import bos_ids, chunk_ids
-from rag_blend.rope import Angles
 from rag_blend.store import KVStore
 
 logger = logging.getLogger(__name__)
@@ -50,59 +47,6 @@ class IngestReport:
     bytes: int = 0
     skipped: int = 0
     seconds: float = 0.0
-
-
-class ChunkPrefiller:
-    """Prefills chunks directly behind one and the same context.
-
-    Args:
-        adapter: The model.
-        context: Token ids in front of every chunk (head and priming text). Their own cache is computed once.
-    """
-
-    def __init__(self, adapter: ModelAdapter, context: np.ndarray) -> None:
-        self._adapter = adapter
-        self._context = context
-        self._prefix: DynamicCache | None = None
-
-    @torch.no_grad()
-    def prefill(self, chunks: Sequence[np.ndarray]) -> list[list[LayerKV]]:
-        """Prefill a batch.
-
-        Args:
-            chunks: Token ids of each chunk, best of similar length.
-
-        Returns:
-            For each chunk its layers: keys before RoPE and values, (num_kv_heads, num_tokens, head_dim) each.
-        """
-        if self._prefix is None and len(self._context):
-            self._prefix = self._run(self._context[None])
-        ids = np.zeros((len(chunks), max(map(len, chunks))), dtype=np.int32)
-        for row, chunk in enumerate(chunks):
-            ids[row, : len(chunk)] = chunk  # padding behind a chunk is invisible to it
-        cache = self._run(ids)
-        start = len(self._context)
-        angles = self._adapter.rotary.angles(start + ids.shape[1], self._adapter.device)
-        return [self._rows(cache, row, angles, start, start + len(chunk)) for row, chunk in enumerate(chunks)]
-
-    def _run(self, ids: np.ndarray) -> DynamicCache:
-        adapter = self._adapter
-        cache = DynamicCache()
-        if self._prefix is not None:
-            for layer_idx in range(adapter.num_layers):
-                keys, values = (side.expand(len(ids), -1, -1, -1) for side in kv_of(self._prefix, layer_idx))
-                cache.update(keys, values, layer_idx)
-        input_ids = torch.from_numpy(ids).long().to(adapter.device)
-        adapter.model.base_model(input_ids=input_ids, use_cache=True, **{adapter.cache_argument: cache})
-        return cache
-
-    def _rows(self, cache: DynamicCache, row: int, angles: Angles, start: int, end: int) -> list[LayerKV]:
-        layers = []
-        for layer_idx in range(self._adapter.num_layers):
-            keys, values = (side[row : row + 1, :, start:end] for side in kv_of(cache, layer_idx))
-            unrotated = self._adapter.rotary.unrotate(keys, angles.at(start, end))
-            layers.append(LayerKV(unrotated[0], values[0].float()))
-        return layers
 
 
 class Ingester:
@@ -165,13 +109,13 @@ class Ingester:
         head_digest = GENERIC_HEAD if head is None else digest_ids(head)
         jobs: list[_Job | None] = []
         for chunk in chunks:
-            prime = self._primer.text_for(chunk)
-            context = np.concatenate([before, prime])
-            if not self._fits(context, chunk):
+            priming = self._primer.priming_of(chunk)
+            contexts = priming.contexts(before)
+            if not self._fits(contexts[0].token_ids, chunk):
                 jobs.append(None)
                 continue
-            origin = self._store.origin(head_digest, digest_ids(prime))
-            jobs.append(_Job(self._store.key_of(origin, chunk), origin, context, chunk))
+            origin = self._store.origin(head_digest, priming.digest)
+            jobs.append(_Job(self._store.key_of(origin, chunk), origin, contexts, chunk))
         return jobs
 
     def _fits(self, context: np.ndarray, chunk: np.ndarray) -> bool:
@@ -195,7 +139,7 @@ class Ingester:
             self._store.backend.delete_record(name)  # a damaged one would stay for ever: the first writer wins
             self._store.backend.put_record(name, json.dumps(head.tolist()).encode())
         origin = self._store.origin(NO_TOKENS, NO_TOKENS)
-        return _Job(self._store.key_of(origin, head), origin, _NOTHING, head)
+        return _Job(self._store.key_of(origin, head), origin, (Context(_NOTHING, 1.0),), head)
 
     def _link(self, jobs: Sequence[_Job | None], documents: Sequence[str]) -> None:
         # Before anything is written: a document that can be found must also be forgettable.
@@ -219,29 +163,29 @@ class Ingester:
 
     def _compute(self, jobs: Sequence[_Job], progress: bool) -> dict[str, int]:
         """Prefill and store; returns the bytes that each stored key takes."""
-        by_context: defaultdict[bytes, list[_Job]] = defaultdict(list)
+        by_origin: defaultdict[ChunkOrigin, list[_Job]] = defaultdict(list)
         for job in jobs:
-            by_context[job.context.tobytes()].append(job)
+            by_origin[job.origin].append(job)  # the same origin means the same contexts
         num_bytes: dict[str, int] = {}
         total = sum(len(job.token_ids) for job in jobs)
         with tqdm(total=total, desc="KV caches", unit="tok", disable=not progress or not jobs) as bar:
-            for group in by_context.values():
-                prefiller = ChunkPrefiller(self._adapter, group[0].context)
+            for group in by_origin.values():
+                prefiller = ChunkPrefiller(self._adapter, group[0].contexts)
                 for batch in _batches(group):
                     with self._lock:
-                        caches = prefiller.prefill([job.token_ids for job in batch])
-                    num_bytes.update(self._store_batch(batch, caches))
+                        prefilled = prefiller.prefill([job.token_ids for job in batch])
+                    num_bytes.update(self._store_batch(batch, prefilled))
                     bar.update(sum(len(job.token_ids) for job in batch))
                     bar.set_postfix_str(f"{sum(num_bytes.values()) / 1e6:.0f} MB")
         return num_bytes
 
-    def _store_batch(self, batch: Sequence[_Job], caches: Sequence[Sequence[LayerKV]]) -> dict[str, int]:
+    def _store_batch(self, batch: Sequence[_Job], prefilled: Sequence[Prefilled]) -> dict[str, int]:
         num_bytes = {}
         with self._lock:
             self._primer.reload()  # somebody may have forgotten the document that the sample came from
-        for job, layers in zip(batch, caches, strict=True):
+        for job, (layers, staleness) in zip(batch, prefilled, strict=True):
             try:
-                written = self._store.put(ChunkKV(job.origin, job.token_ids, layers))
+                written = self._store.put(ChunkKV(job.origin, job.token_ids, layers, staleness))
             except ValueError as error:
                 logger.warning("a chunk is not cached: %s", error)
                 continue
@@ -261,7 +205,7 @@ class Ingester:
 class _Job:
     key: str
     origin: ChunkOrigin
-    context: np.ndarray
+    contexts: tuple[Context, ...]
     token_ids: np.ndarray
 
 

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from types import TracebackType
 
+import numpy as np
 import torch
 
 from rag_blend.chunk import LayerKV
@@ -83,6 +84,18 @@ class LayerPrefetcher:
         kv = future.result()
         self._slots.release()
         return kv
+
+    def staleness(self) -> np.ndarray:
+        """How much each prompt token's stored rows depend on what was in front of them, float32, shape (num_tokens,).
+
+        See `ChunkKV.staleness`; 1 where it is unknown.
+        """
+        known = np.ones(self._plan.num_tokens, dtype=np.float32)
+        for segment in self._plan.segments:
+            stored = self._chunks[segment.key].header.staleness
+            if stored is not None:
+                known[segment.start : segment.end] = stored[segment.offset : segment.offset + len(segment)]
+        return known
 
     def _load(self, layer_idx: int) -> LayerKV:
         self._slots.acquire()

@@ -3,6 +3,9 @@
 A chunk cached directly behind the head believes it opens the context; in a prompt it mostly does not. Prefilled
 behind some hundred tokens of other text, it looks as it will look in the middle of a prompt, at no cost per query.
 (Neighbour priming: FusionRAG, arXiv 2601.12904; dropped dummy tokens: EPIC's LegoLink-0, arXiv 2410.15332.)
+
+What is stored is the mean over several texts and the head alone: one text is one accident, and the mean lies closer to
+what other texts would give (docs/how_it_works.md has the figures).
 """
 
 from __future__ import annotations
@@ -14,13 +17,14 @@ from collections.abc import Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from importlib import resources
+from itertools import combinations, islice
 from typing import NamedTuple
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from rag_blend.chunk import digest_ids, digest_json
-from rag_blend.prompt import chunk_ids
+from rag_blend.chunk import NO_TOKENS, Context, digest_ids, digest_json
+from rag_blend.prompt import chunk_ids, chunk_separator
 from rag_blend.store import KVStore
 
 logger = logging.getLogger(__name__)
@@ -30,13 +34,41 @@ _KIND = "prime-sample"
 _PASSAGES = 4  # a sample is drawn from at least this many passages
 _SHARED_RUN = 16  # a chunk that shares so many consecutive tokens with a priming text is not primed with it
 _GRAM = 4
+_ALONE = 0.3  # weight of the cache behind the head alone in the mean that is stored of a primed chunk
 _MIN_DISTINCT_GRAMS = 0.7  # prose is above 0.9
 _MAX_SHARED_GRAMS = 0.15  # nor one that shares more of its 4-grams: prose of one collection shares under 5 %
 
 
+class Priming(NamedTuple):
+    """What a chunk is primed with.
+
+    Attributes:
+        texts: Token ids of the priming texts, int32; none for an unprimed chunk.
+    """
+
+    texts: tuple[np.ndarray, ...]
+
+    @property
+    def digest(self) -> str:
+        """What the chunk names as its priming."""
+        if not self.texts:
+            return NO_TOKENS
+        return digest_json({"texts": [digest_ids(text) for text in self.texts], "alone": _ALONE})
+
+    def contexts(self, head: np.ndarray) -> tuple[Context, ...]:
+        """What the chunk is prefilled behind, and how the caches are weighted."""
+        if not self.texts:
+            return (Context(head, 1.0),)
+        weight = (1.0 - _ALONE) / len(self.texts)
+        return (*(Context(np.concatenate([head, text]), weight) for text in self.texts), Context(head, _ALONE))
+
+
+UNPRIMED = Priming(())
+
+
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """Two priming texts drawn from the collection, so that a chunk which is in one is primed with the other.
+    """Priming texts drawn from the collection: one more than a chunk needs, because it must not be primed with itself.
 
     Attributes:
         texts: Token ids of each.
@@ -48,8 +80,9 @@ class Sample:
 
     @property
     def primes(self) -> frozenset[str]:
-        """The digests of its texts."""
-        return frozenset(digest_ids(text) for text in self.texts)
+        """What chunks primed with some of its texts may name as their priming."""
+        counts = range(1, len(self.texts) + 1)
+        return frozenset(Priming(some).digest for count in counts for some in combinations(self.texts, count))
 
     def to_json(self, namespace: str) -> bytes:
         """As a small record, which tells whose it is: whoever forgets a document must find it."""
@@ -86,7 +119,7 @@ class DrawnSamples(NamedTuple):
 
     Attributes:
         records: Names of their records.
-        primes: Digests of their texts.
+        primes: What chunks primed with their texts name as their priming.
     """
 
     records: tuple[str, ...]
@@ -94,40 +127,51 @@ class DrawnSamples(NamedTuple):
 
 
 class Primer:
-    """Chooses the priming text of each chunk, and says which ones are acceptable in stored chunks.
+    """Chooses the priming of each chunk, and says which ones are acceptable in stored chunks.
 
     Args:
         choice: ``"sample"``: drawn once from the first sizeable collection that is ingested, recorded in the store,
             the same ever after (a bundled neutral text until then). ``"none"``: no priming. Anything else is the
             priming text itself.
         num_tokens: Length of a sampled or bundled priming text.
+        num_texts: How many sampled texts a chunk is primed with, at least 1.
         tokenizer: The model's tokenizer.
         store: Where the sample is recorded.
+
+    Raises:
+        ValueError: `num_texts` or `num_tokens` is out of its range.
     """
 
-    def __init__(self, choice: str, num_tokens: int, tokenizer: PreTrainedTokenizerBase, store: KVStore) -> None:
+    def __init__(
+        self, choice: str, num_tokens: int, num_texts: int, tokenizer: PreTrainedTokenizerBase, store: KVStore
+    ) -> None:
+        if num_texts < 1 or num_tokens < 0:
+            raise ValueError(f"prime_texts must be at least 1 and prime_tokens 0, got {num_texts} and {num_tokens}")
         self._store = store
         self._num_tokens = num_tokens
+        self._num_texts = num_texts
         self._sampling = choice == "sample" and num_tokens > 0
-        self._record = store.record_name(_KIND, str(num_tokens))
+        self._record = store.record_name(_KIND, f"{num_texts} of {num_tokens}")
+        self._separator = chunk_separator(tokenizer)
+        self._fixed = UNPRIMED  # until there is a sample, and for chunks that resemble all of it
         if self._sampling:
             bundled = (resources.files("rag_blend") / "data" / "prime.txt").read_text("utf-8")
-            self._fixed = chunk_ids(tokenizer, [bundled])[0][:num_tokens]
-        else:
-            self._fixed = _NOTHING if choice in {"none", "sample"} else chunk_ids(tokenizer, [choice])[0]
+            self._fixed = Priming((self._ended(chunk_ids(tokenizer, [bundled])[0])[-num_tokens:],))
+        elif choice not in {"none", "sample"}:
+            self._fixed = Priming((self._ended(chunk_ids(tokenizer, [choice])[0]),))
         self._sample: Sample | None = None
         self._texts: list[_PrimingText] = []
         self.reload()
 
     def accepts(self, prime: str) -> bool:
-        """Whether chunks primed with the text of this digest may be reused."""
+        """Whether chunks that name this priming may be reused."""
         return prime in self._digests
 
     def reload(self) -> None:
         """Take over the sample that this or another process has recorded, or that it was dropped."""
         self._sample = self._recorded_sample() if self._sampling else None
-        self._texts = [_PrimingText(text) for text in (*(self._sample.texts if self._sample else ()), self._fixed)]
-        self._digests = {digest_ids(text.token_ids) for text in self._texts}
+        self._texts = [_PrimingText(text) for text in self._sample.texts] if self._sample else []
+        self._digests = {self._fixed.digest, *(self._sample.primes if self._sample else ())}
 
     def learn(self, chunks: Sequence[np.ndarray], documents: Sequence[str]) -> None:
         """Draw and record the sample, if there is none yet and the collection is large enough."""
@@ -136,7 +180,7 @@ class Primer:
         self.reload()  # another process may have forgotten the document that the sample came from
         if self._sample is not None:
             return
-        sample = draw_sample(chunks, documents, self._num_tokens)
+        sample = draw_sample(chunks, documents, self._num_tokens, self._num_texts + 1, self._separator)
         if sample is not None:
             self._store.backend.put_record(self._record, sample.to_json(self._store.namespace))
             self.reload()  # another process may have been first
@@ -167,9 +211,14 @@ class Primer:
             self._store.backend.delete_record(name)
         self.reload()
 
-    def text_for(self, chunk: np.ndarray) -> np.ndarray:
-        """Priming token ids for a chunk: the first text that does not resemble it, else the bundled or given one."""
-        return next((text for text in self._texts if not text.resembles(chunk)), self._texts[-1]).token_ids
+    def priming_of(self, chunk: np.ndarray) -> Priming:
+        """The first sampled texts that do not resemble the chunk; the bundled or given one if all do."""
+        unlike = (text.token_ids for text in self._texts if not text.resembles(chunk))
+        texts = tuple(islice(unlike, self._num_texts))
+        return Priming(texts) if texts else self._fixed
+
+    def _ended(self, text: np.ndarray) -> np.ndarray:
+        return np.concatenate([text, self._separator])
 
     def _recorded_sample(self) -> Sample | None:
         try:
@@ -187,33 +236,37 @@ class Primer:
         return None
 
 
-def draw_sample(chunks: Sequence[np.ndarray], documents: Sequence[str], num_tokens: int) -> Sample | None:
-    """Two disjoint priming texts of `num_tokens` each from several passages of a collection.
+def draw_sample(
+    chunks: Sequence[np.ndarray], documents: Sequence[str], num_tokens: int, num_texts: int, separator: np.ndarray
+) -> Sample | None:
+    """Disjoint priming texts of `num_tokens` each from several passages of a collection.
 
-    The choice depends on the passages' contents only, not on their order.
+    The choice depends on the passages' contents only, not on their order. Of long passages the end is taken, and
+    behind each stands the separator, as it will in front of a chunk in a prompt.
 
     Returns:
-        None when the collection has less than eight times `num_tokens` of varied text (too many of its chunks would
-        be primed with parts of themselves), or too few passages.
+        None when the collection is not four times as long as the texts and varied (too many of its chunks would be
+        primed with parts of themselves), or has too few passages.
     """
     # Repetitive passages (tables, numbered items) make chunks continue the pattern instead of reading themselves.
     varied = [pair for pair in zip(chunks, documents, strict=True) if _is_varied(pair[0])]
     # Of copies, one that belongs to a document counts: it must be known when that document is forgotten.
     passages = sorted(varied, key=lambda passage: passage[1] != "")
     unique = {chunk.tobytes(): (chunk, document) for chunk, document in passages}
-    if sum(len(chunk) for chunk, _ in unique.values()) < 8 * num_tokens:
+    if sum(len(chunk) for chunk, _ in unique.values()) < 4 * num_texts * num_tokens:
         return None
     order = sorted(unique, key=lambda raw: hashlib.sha256(raw).digest())
     texts, sources = [], set()
-    for _ in range(2):
-        parts: list[np.ndarray] = []
-        while (missing := num_tokens - sum(len(part) for part in parts)) > 0 and order:
+    longest = max(_SHARED_RUN, num_tokens // _PASSAGES - len(separator))
+    for _ in range(num_texts):
+        text = _NOTHING
+        while len(text) < num_tokens and order:
             chunk, document = unique[order.pop()]
-            parts.append(chunk[: min(missing, max(_SHARED_RUN, num_tokens // _PASSAGES))])
+            text = np.concatenate([text, chunk[-longest:], separator])
             sources.add(document)
-        if missing > 0:
+        if len(text) < num_tokens:
             return None
-        texts.append(np.concatenate(parts))
+        texts.append(text[-num_tokens:])
     return Sample(tuple(texts), frozenset(sources - {""}))
 
 

@@ -1,4 +1,4 @@
-"""A cheap look ahead: run only the question over the stored rows and see which of them it attends to.
+"""A cheap look ahead: run only the end of the question over the stored rows and see which of them it attends to.
 
 The idea of FusionRAG (arXiv 2601.12904) and ProphetKV (arXiv 2602.02579): what must be right is what the question
 reads. The pass costs (question tokens) / (prompt tokens) of a prefill; nothing of a chunk is computed in it.
@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from contextvars import ContextVar
 from typing import Any
 
+import numpy as np
 import torch
 
 from rag_blend.cache import BlendCache
@@ -21,9 +22,11 @@ from rag_blend.models import ModelAdapter
 from rag_blend.models.attention import attending
 from rag_blend.plan import BlendPlan
 from rag_blend.rows import LayerSource, Replay, RowSet
-from rag_blend.selectors.base import Attention
+from rag_blend.selectors.base import Scores
 
 _ATTENTION = "rag_blend_probe"
+# The question proper stands at the end of a prompt. The last 32 tokens choose as well as all 75 with the instructions.
+_MOST_ROWS = 32
 
 
 class ProbePass:
@@ -46,30 +49,33 @@ class ProbePass:
         self._adapter = adapter
         self._source = source
         self._cancel = cancel
-        # All fresh rows are run, since nothing is stored for those between chunks; the question's attention counts.
-        self._rows = RowSet(adapter, plan.num_tokens, torch.from_numpy(plan.fresh).to(adapter.device))
-        self._question = len(plan.question)
+        asking = plan.question[-_MOST_ROWS:]
+        others = np.setdiff1d(plan.fresh, asking, assume_unique=True)
+        positions, absent = (torch.from_numpy(side).to(adapter.device) for side in (asking, others))
+        self._rows = RowSet(adapter, plan.num_tokens, positions, absent if len(absent) else None)
         self._fetched: dict[int, LayerKV] = {}
         self._received = torch.zeros(plan.num_tokens, device=adapter.device)
+        self._first_heard = adapter.num_layers // 2
 
     @property
     def computed(self) -> int:
         """Rows whose q/k/v the pass computes, summed over layers."""
         return len(self._rows) * self._adapter.num_layers
 
-    def run(self, input_ids: torch.Tensor) -> tuple[Attention, LayerSource]:
+    def run(self, input_ids: torch.Tensor) -> tuple[Scores, LayerSource]:
         """Run the pass over the prompt, shape (1, num_tokens).
 
         Returns:
-            The attention that each prompt token receives from the question, averaged over layers, heads and question
-            tokens, float32, shape (num_tokens,); and a source of the same rows for the pass that follows, which
-            computes the fresh ones again.
+            The attention that each prompt token receives from the question, averaged over heads, question tokens and
+            the second half of the layers (the first half looks at words more than at answers), float32, shape
+            (num_tokens,); and a source of the same rows for the pass that follows, which computes the fresh ones
+            again.
         """
         cache = BlendCache(self._adapter.num_layers, placer=self)
         arguments = {self._adapter.cache_argument: cache}
         with torch.no_grad(), self._observed(), self._adapter.layer_hooks(self.before_layer, cache):
             self._adapter.model.base_model(input_ids=input_ids, use_cache=True, **arguments)
-        received = self._received / self._adapter.num_layers
+        received = self._received / (self._adapter.num_layers - self._first_heard)
         return received.cpu().numpy(), Replay(self._fetched, self._source)
 
     def before_layer(self, layer_idx: int, hidden_states: torch.Tensor, kwargs: dict[str, Any]) -> torch.Tensor:
@@ -114,7 +120,8 @@ class ProbePass:
         if attention_mask is not None:
             scores = _masked(scores, attention_mask[0])
         weights = scores.softmax(-1, dtype=torch.float32)
-        self._received += weights[:, :, -self._question :].mean(dim=(0, 1, 2))
+        if len(self._fetched) > self._first_heard:
+            self._received += weights.mean(dim=(0, 1, 2))
         output = torch.matmul(weights.to(value.dtype).view(kv_heads, -1, key.shape[2]), value[0])
         return output.view(1, heads, rows, value.shape[-1]).transpose(1, 2).contiguous(), None
 

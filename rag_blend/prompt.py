@@ -55,3 +55,8 @@ def chunk_ids(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> list[
         return []
     encoded = tokenizer([text.strip() for text in texts], add_special_tokens=False)["input_ids"]
     return [np.asarray(ids, dtype=np.int32) for ids in encoded]
+
+
+def chunk_separator(tokenizer: PreTrainedTokenizerBase) -> np.ndarray:
+    """The ids that LlamaIndex and LangChain put between two chunks, a blank line; none if the tokenizer drops it."""
+    return np.asarray(tokenizer("\n\n", add_special_tokens=False)["input_ids"], dtype=np.int32)

@@ -41,10 +41,14 @@ class RowSet:
         adapter: The model.
         num_tokens: Length of the prompt.
         positions: Positions of the rows, ascending, int64, shape (num_rows,).
+        absent: Positions that nothing is known of, so that no row may look there. None: there are none.
     """
 
-    def __init__(self, adapter: ModelAdapter, num_tokens: int, positions: torch.Tensor) -> None:
+    def __init__(
+        self, adapter: ModelAdapter, num_tokens: int, positions: torch.Tensor, absent: torch.Tensor | None = None
+    ) -> None:
         self.positions = positions
+        self._absent = absent
         self._adapter = adapter
         self._num_tokens = num_tokens
         self._arguments: dict[str, Any] | None = None
@@ -60,6 +64,9 @@ class RowSet:
 
     def write(self, whole: LayerKV, fresh: LayerKV) -> None:
         """Write fresh rows, (batch, num_kv_heads, num_rows, head_dim), over the stored ones in `whole`."""
+        if self._absent is not None:  # that memory may hold anything, and a weight of zero does not hide a NaN
+            whole.values.index_fill_(2, self._absent, 0.0)
+            whole.keys.index_fill_(2, self._absent, 0.0)
         whole.keys.index_copy_(2, self.positions, fresh.keys.to(whole.keys.dtype))
         whole.values.index_copy_(2, self.positions, fresh.values.to(whole.values.dtype))
 
@@ -81,9 +88,11 @@ class RowSet:
         return arguments
 
     def mask(self) -> torch.Tensor:
-        """Each row sees every position up to its own; shape (1, 1, num_rows, num_tokens)."""
+        """Each row sees every position up to its own that is not absent; shape (1, 1, num_rows, num_tokens)."""
         everyone = torch.arange(self._num_tokens, device=self.positions.device)
         visible = (everyone[None, :] <= self.positions[:, None])[None, None]
+        if self._absent is not None:
+            visible[..., self._absent] = False
         if not self._adapter.attention_is_additive:
             return visible
         hidden = torch.finfo(self._adapter.dtype).min

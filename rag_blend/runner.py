@@ -154,7 +154,7 @@ class PromptRunner:
         ids: np.ndarray,
         plan: BlendPlan,
         policy: BlendPolicy,
-        source: LayerSource,
+        source: LayerPrefetcher,
         cancel: threading.Event | None,
     ) -> tuple[Positions, LayerSource, int]:
         """The tokens to recompute, where the stored rows are now, and the rows that choosing them has cost."""
@@ -164,8 +164,10 @@ class PromptRunner:
         if not len(plan.reusable):
             return plan.reusable, source, 0
         probe = ProbePass(self._adapter, plan, source, cancel)
-        received, source = probe.run(torch.from_numpy(ids).long()[None].to(self._adapter.device))
-        return selector.select_by_attention(plan, policy.ratio, received), source, probe.computed
+        received, stored = probe.run(torch.from_numpy(ids).long()[None].to(self._adapter.device))
+        staleness = source.staleness()
+        chosen = selector.select_by_attention(plan, policy.ratio, received, staleness)
+        return chosen, stored, probe.computed
 
 
 def _stats_of(plan: BlendPlan, blend: BlendPass, num_layers: int, charge: int, load_s: float) -> GenerationStats:

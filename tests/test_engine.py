@@ -26,8 +26,7 @@ from transformers import (
 )
 
 from rag_blend import BlendEngine, GenerationCancelledError, PromptTooLongError, UnsupportedModelError
-from rag_blend.chunk import LayerKV
-from rag_blend.ingest import ChunkPrefiller
+from rag_blend.prefiller import ChunkPrefiller, Prefilled
 from rag_blend.rows import RowSet
 
 MakeEngine = Callable[..., BlendEngine]
@@ -202,7 +201,7 @@ class TestForget:
         reports = []
         prefill = ChunkPrefiller.prefill
 
-        def and_forget(self: ChunkPrefiller, chunks: list[np.ndarray]) -> list[list[LayerKV]]:
+        def and_forget(self: ChunkPrefiller, chunks: list[np.ndarray]) -> list[Prefilled]:
             if not reports and engine.num_chunks > 3:
                 reports.append(engine.forget([str(i) for i in range(30)]))
             return prefill(self, chunks)

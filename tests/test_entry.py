@@ -51,6 +51,7 @@ def refused_or_right(data: bytes, chunk: ChunkKV) -> bool:
     assert header.origin == chunk.origin
     assert np.array_equal(header.token_ids, chunk.token_ids)
     assert same(layers, chunk.layers)
+    assert header.staleness is not None and np.array_equal(header.staleness, chunk.staleness)
     return False
 
 
@@ -78,6 +79,13 @@ def test_round_trip_is_exact(dtype: torch.dtype, shape: tuple[int, int, int, int
     assert np.array_equal(header.token_ids, chunk.token_ids)
     assert {t.dtype for layer in layers for t in layer} == {dtype}
     assert {t.shape for layer in layers for t in layer} == {(num_heads, num_tokens, head_dim)}
+    assert same(layers, chunk.layers)
+
+
+def test_staleness_may_be_unknown() -> None:
+    chunk = random_chunk()._replace(staleness=None)
+    header, layers = read(encode_entry(chunk, torch.float32), key_of(chunk))
+    assert header.staleness is None
     assert same(layers, chunk.layers)
 
 
@@ -131,7 +139,7 @@ def test_stock_safetensors_reads_it(dtype: torch.dtype, tmp_path: Path) -> None:
     chunk = random_chunk(dtype=dtype)
     (tmp_path / "x.safetensors").write_bytes(encode_entry(chunk, dtype))
     with safe_open(tmp_path / "x.safetensors", "pt") as file:
-        assert sorted(file.keys()) == ["layer.000", "layer.001", "layer.002", "token_ids"]
+        assert sorted(file.keys()) == ["chunk_staleness", "layer.000", "layer.001", "layer.002", "token_ids"]
         assert file.get_tensor("token_ids").tolist() == chunk.token_ids.tolist()
         layer = file.get_tensor("layer.001")
         assert file.metadata()["format"] == FORMAT
@@ -290,12 +298,16 @@ LIES: dict[str, Callable[[bytes], bytes]] = {
     "no metadata": _lie(lambda h: h.pop("__metadata__")),
     "metadata of another kind": _set("__metadata__", to=[1]),
     "metadata null": _set("__metadata__", to=None),
-    "other format": _set("__metadata__", "format", to="rag_blend.kv/2"),
+    "other format": _set("__metadata__", "format", to="rag_blend.kv/1"),
     "no token ids": _lie(lambda h: h.pop("token_ids")),
     "token ids as floats": _set("token_ids", "dtype", to="F32"),
     "token ids of another length": _set("token_ids", "data_offsets", to=[0, 4]),
     "token ids outside": _set("token_ids", to={"dtype": "I32", "shape": [2**60], "data_offsets": [0, 2**62]}),
     "token ids of odd length": _set("token_ids", to={"dtype": "I32", "shape": [1], "data_offsets": [0, 7]}),
+    "staleness without a checksum": _lie(lambda h: h["__metadata__"].pop("chunk_staleness")),
+    "a checksum without staleness": _lie(lambda h: h.pop("chunk_staleness")),
+    "staleness of another chunk": _set("__metadata__", "chunk_staleness", to="0" * 32),
+    "staleness as layers": _set("chunk_staleness", "dtype", to="F32"),
     "token ids negative": _set("token_ids", to={"dtype": "I32", "shape": [-1], "data_offsets": [0, -4]}),
     "origin null": _set("__metadata__", "origin", to="null"),
     "origin with more": _set("__metadata__", "origin", to='{"fingerprint":1,"namespace":2,"head":3,"prime":4,"x":5}'),

@@ -50,6 +50,22 @@ def test_no_torch_where_bytes_and_ids_are_enough(part: str) -> None:
         assert not top_level(imports_of(file)) & {"torch", "transformers"}, file
 
 
+def test_the_core_measures_and_prints_nothing() -> None:
+    """Imports from evaluation and cli would make every user pay for what few of them need."""
+    above = ("rag_blend.evaluation", "rag_blend.cli")
+    core = {name: file for name, file in MODULES.items() if not name.startswith((*above, "rag_blend.__main__"))}
+    assert "rag_blend.engine" in core
+    for file in core.values():
+        assert not [module for module in imports_of(file) if module.startswith(above)], file
+
+
+def test_evaluation_knows_no_command_line() -> None:
+    for name, file in MODULES.items():
+        if name.startswith("rag_blend.evaluation"):
+            assert not top_level(imports_of(file)) & {"typer", "rich"}, file
+            assert not [module for module in imports_of(file) if module.startswith("rag_blend.cli")], file
+
+
 def test_there_is_no_cycle() -> None:
     graph = {name: imports_of(file) & set(MODULES) - {name} for name, file in MODULES.items()}
     done: set[str] = set()

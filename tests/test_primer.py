@@ -11,9 +11,9 @@ from conftest import random_text
 from contracts.kv import token_ids
 from transformers import PreTrainedTokenizerFast
 
-from rag_blend.chunk import NO_TOKENS, digest_ids
-from rag_blend.primer import Primer, Sample, draw_sample
-from rag_blend.prompt import chunk_ids
+from rag_blend.chunk import NO_TOKENS
+from rag_blend.primer import Primer, Priming, Sample, draw_sample
+from rag_blend.prompt import chunk_ids, chunk_separator
 from rag_blend.storage import StorageBackend
 from rag_blend.storage.disk import DiskBackend
 from rag_blend.storage.memory import MemoryBackend
@@ -21,6 +21,7 @@ from rag_blend.store import KVStore
 
 NUM_TOKENS = 64
 CHUNKS = [token_ids(seed, 60) for seed in range(20)]
+NOTHING = np.empty(0, dtype=np.int32)
 DOCUMENTS = [f"doc {i // 2}" for i in range(20)]
 
 MakePrimer = Callable[..., Primer]
@@ -34,9 +35,10 @@ def backend() -> StorageBackend:
 @pytest.fixture
 def make(backend: StorageBackend, tokenizer: PreTrainedTokenizerFast) -> MakePrimer:
     def make(choice: str = "sample", num_tokens: int = NUM_TOKENS, namespace: str = "tenant", **options: Any) -> Primer:
+        num_texts = options.get("num_texts", 1)
         model = options.get("model", "model")
         store = KVStore(options.get("backend", backend), model, namespace, torch.float16)
-        return Primer(choice, num_tokens, tokenizer, store)
+        return Primer(choice, num_tokens, num_texts, tokenizer, store)
 
     return make
 
@@ -46,76 +48,93 @@ def shares_a_run(left: np.ndarray, right: np.ndarray, length: int = 16) -> bool:
     return any(right[i : i + length].tobytes() in runs for i in range(len(right) - length + 1))
 
 
+def text_for(primer: Primer, chunk: np.ndarray) -> np.ndarray:
+    """The text that a chunk is primed with; the first of several."""
+    texts = primer.priming_of(chunk).texts
+    return texts[0] if texts else np.empty(0, dtype=np.int32)
+
+
+def prime_of(*texts: np.ndarray) -> str:
+    """What a chunk primed with these texts names as its priming."""
+    return Priming(texts).digest
+
+
+def draw(num_tokens: int = NUM_TOKENS, chunks: list[np.ndarray] = CHUNKS, documents: list[str] = DOCUMENTS) -> Sample:
+    sample = draw_sample(chunks, documents, num_tokens, 2, NOTHING)
+    assert sample is not None
+    return sample
+
+
 # --- which text ---
 
 
 def test_none_primes_with_nothing(make: MakePrimer) -> None:
     for primer in (make("none"), make("sample", num_tokens=0)):
         primer.learn(CHUNKS, DOCUMENTS)
-        assert primer.text_for(CHUNKS[0]).tolist() == []
+        assert text_for(primer, CHUNKS[0]).tolist() == []
         assert primer.accepts(NO_TOKENS)
-        assert not primer.accepts(digest_ids([1]))
+        assert not primer.accepts(prime_of([1]))
 
 
 def test_a_text_of_ones_own(make: MakePrimer, tokenizer: PreTrainedTokenizerFast, backend: StorageBackend) -> None:
     text = random_text(3, 200)
     primer = make(f"  {text}\n")
     primer.learn(CHUNKS, DOCUMENTS)
-    ids = chunk_ids(tokenizer, [text])[0]
-    assert primer.text_for(CHUNKS[0]).tolist() == ids.tolist()
-    assert primer.text_for(ids).tolist() == ids.tolist()  # there is no other
-    assert primer.accepts(digest_ids(ids))
+    ids = np.concatenate([chunk_ids(tokenizer, [text])[0], chunk_separator(tokenizer)])  # as in front of a chunk
+    assert text_for(primer, CHUNKS[0]).tolist() == ids.tolist()
+    assert text_for(primer, ids).tolist() == ids.tolist()  # there is no other
+    assert primer.accepts(prime_of(ids))
     assert not primer.accepts(NO_TOKENS)
 
 
 def test_until_there_is_a_sample_the_bundled_text_serves(make: MakePrimer) -> None:
     primer = make()
-    text = primer.text_for(CHUNKS[0])
+    text = text_for(primer, CHUNKS[0])
     assert len(text) == NUM_TOKENS
-    assert primer.accepts(digest_ids(text))
+    assert primer.accepts(prime_of(text))
     assert not primer.accepts(NO_TOKENS)
-    assert len(make(num_tokens=100).text_for(CHUNKS[0])) == 100
+    assert len(text_for(make(num_tokens=100), CHUNKS[0])) == 100
 
 
 def test_a_chunk_is_not_primed_with_itself(make: MakePrimer) -> None:
     primer = make()
-    bundled = primer.text_for(CHUNKS[0])
+    bundled = text_for(primer, CHUNKS[0])
     primer.learn(CHUNKS, DOCUMENTS)
-    texts = [primer.text_for(chunk) for chunk in CHUNKS]
+    texts = [text_for(primer, chunk) for chunk in CHUNKS]
     assert not any(shares_a_run(text, chunk) for text, chunk in zip(texts, CHUNKS, strict=True))
     assert {len(text) for text in texts} == {NUM_TOKENS}
-    assert all(primer.accepts(digest_ids(text)) for text in texts)
-    first = primer.text_for(token_ids(99, 60))
-    second = primer.text_for(first)
-    third = primer.text_for(np.concatenate([first, second]))
+    assert all(primer.accepts(prime_of(text)) for text in texts)
+    first = text_for(primer, token_ids(99, 60))
+    second = text_for(primer, first)
+    third = text_for(primer, np.concatenate([first, second]))
     assert third.tolist() == bundled.tolist()
-    assert len({digest_ids(text) for text in (first, second, third)}) == 3
-    assert primer.text_for(np.concatenate([first, second, third])).tolist() == bundled.tolist()
+    assert len({prime_of(text) for text in (first, second, third)}) == 3
+    assert text_for(primer, np.concatenate([first, second, third])).tolist() == bundled.tolist()
 
 
 def test_a_short_overlap_is_allowed(make: MakePrimer) -> None:
     primer = make()
     primer.learn(CHUNKS, DOCUMENTS)
-    first = primer.text_for(token_ids(99, 60))
+    first = text_for(primer, token_ids(99, 60))
     other = token_ids(98, 100)
-    assert primer.text_for(np.concatenate([first[:15], other])).tolist() == first.tolist()
-    assert primer.text_for(np.concatenate([first[:16], other])).tolist() != first.tolist()
+    assert text_for(primer, np.concatenate([first[:15], other])).tolist() == first.tolist()
+    assert text_for(primer, np.concatenate([first[:16], other])).tolist() != first.tolist()
 
 
 def test_repetitive_passages_are_not_drawn() -> None:
     row = token_ids(1, 12)
     table = [np.concatenate([np.tile(row, 10), [i]]).astype(np.int32) for i in range(20)]
-    assert draw_sample(table, [str(i) for i in range(20)], 32) is None
-    mixed = draw_sample([*table, *CHUNKS], [""] * 40, NUM_TOKENS)
-    assert mixed is not None and not any(shares_a_run(text, table[0]) for text in mixed.texts)
+    assert draw_sample(table, [str(i) for i in range(20)], 32, 2, NOTHING) is None
+    mixed = draw(NUM_TOKENS, [*table, *CHUNKS], [""] * 40)
+    assert not any(shares_a_run(text, table[0]) for text in mixed.texts)
 
 
 def test_what_was_primed_before_the_sample_stays_acceptable(make: MakePrimer) -> None:
     primer = make()
-    bundled = primer.text_for(CHUNKS[0])
+    bundled = text_for(primer, CHUNKS[0])
     primer.learn(CHUNKS, DOCUMENTS)
-    assert primer.accepts(digest_ids(bundled))
-    assert not make("none").accepts(digest_ids(bundled))
+    assert primer.accepts(prime_of(bundled))
+    assert not make("none").accepts(prime_of(bundled))
 
 
 # --- the record ---
@@ -127,29 +146,29 @@ def test_the_sample_is_drawn_once_for_all(make: MakePrimer) -> None:
     second.learn([token_ids(seed, 60) for seed in range(50, 70)], DOCUMENTS)  # loses: takes over the recorded one
     first.learn([token_ids(seed, 60) for seed in range(70, 90)], DOCUMENTS)
     chunk = token_ids(99, 60)
-    assert digest_ids(second.text_for(chunk)) == digest_ids(first.text_for(chunk))
-    assert late.text_for(chunk).tolist() != first.text_for(chunk).tolist()
+    assert prime_of(text_for(second, chunk)) == prime_of(text_for(first, chunk))
+    assert text_for(late, chunk).tolist() != text_for(first, chunk).tolist()
     late.reload()
-    assert digest_ids(late.text_for(chunk)) == digest_ids(first.text_for(chunk)) == digest_ids(make().text_for(chunk))
+    assert prime_of(text_for(late, chunk)) == prime_of(text_for(first, chunk)) == prime_of(text_for(make(), chunk))
 
 
 def test_lengths_and_tenants_have_samples_of_their_own(make: MakePrimer) -> None:
     make().learn(CHUNKS, DOCUMENTS)
     chunk = token_ids(99, 60)
-    bundled = make(namespace="other").text_for(chunk)
-    assert digest_ids(bundled) != digest_ids(make().text_for(chunk))
+    bundled = text_for(make(namespace="other"), chunk)
+    assert prime_of(bundled) != prime_of(text_for(make(), chunk))
     other = make(num_tokens=NUM_TOKENS - 1)
-    assert other.text_for(chunk).tolist() == bundled[:-1].tolist()
+    assert text_for(other, chunk).tolist() == bundled[1:].tolist()
 
 
 def test_a_small_collection_gives_no_sample(make: MakePrimer) -> None:
     primer = make()
-    bundled = digest_ids(primer.text_for(CHUNKS[0]))
+    bundled = prime_of(text_for(primer, CHUNKS[0]))
     primer.learn(CHUNKS[:8], DOCUMENTS[:8])
-    assert digest_ids(primer.text_for(CHUNKS[0])) == bundled
+    assert prime_of(text_for(primer, CHUNKS[0])) == bundled
     primer.learn([], [])
     primer.learn(CHUNKS[:9], DOCUMENTS[:9])
-    assert digest_ids(primer.text_for(CHUNKS[10])) != bundled
+    assert prime_of(text_for(primer, CHUNKS[10])) != bundled
 
 
 def forget(primer: Primer, *documents: str) -> frozenset[str]:
@@ -159,19 +178,19 @@ def forget(primer: Primer, *documents: str) -> frozenset[str]:
     return drawn.primes
 
 
-def test_forgetting_a_source_renews_the_sample(make: MakePrimer) -> None:
+def test_forgetting_a_source_renews_the_sample(make: MakePrimer, tokenizer: PreTrainedTokenizerFast) -> None:
     primer = make()
     assert not primer.drawn_from({"doc 0"}).records
-    bundled = digest_ids(primer.text_for(CHUNKS[0]))
+    bundled = prime_of(text_for(primer, CHUNKS[0]))
     primer.learn(CHUNKS, DOCUMENTS)
-    sample = draw_sample(CHUNKS, DOCUMENTS, NUM_TOKENS)
+    sample = draw_sample(CHUNKS, DOCUMENTS, NUM_TOKENS, 2, chunk_separator(tokenizer))
     assert sample is not None and sample.documents < set(DOCUMENTS)
-    old = [digest_ids(text) for text in sample.texts]
+    old = [prime_of(text) for text in sample.texts]
     assert primer.accepts(old[0]) and primer.accepts(old[1])
     unused = set(DOCUMENTS) - sample.documents
     assert forget(primer, *unused) == frozenset()
     assert primer.accepts(old[0])
-    assert forget(primer, *unused, min(sample.documents)) == set(old)
+    assert forget(primer, *unused, min(sample.documents)) > set(old)
     assert not primer.accepts(old[0]) and not primer.accepts(old[1])
     assert primer.accepts(bundled)
     assert forget(primer, *DOCUMENTS) == frozenset()
@@ -179,7 +198,7 @@ def test_forgetting_a_source_renews_the_sample(make: MakePrimer) -> None:
     rest = [(c, d) for c, d in zip(CHUNKS, DOCUMENTS, strict=True) if d != min(sample.documents)]
     primer.learn([c for c, _ in rest], [d for _, d in rest])
     assert not primer.accepts(old[0]) or not primer.accepts(old[1])
-    assert digest_ids(primer.text_for(token_ids(99, 60))) != bundled
+    assert prime_of(text_for(primer, token_ids(99, 60))) != bundled
 
 
 @pytest.mark.parametrize(
@@ -188,23 +207,22 @@ def test_forgetting_a_source_renews_the_sample(make: MakePrimer) -> None:
     ids=str,
 )
 def test_whoever_forgets_finds_the_samples_of_all_models_and_lengths(
-    make: MakePrimer, backend: StorageBackend, by: dict[str, Any]
+    make: MakePrimer, backend: StorageBackend, by: dict[str, Any], tokenizer: PreTrainedTokenizerFast
 ) -> None:
     for options in ({}, {"num_tokens": 16}, {"model": "third"}):
         make(**options).learn(CHUNKS, DOCUMENTS)
     make(namespace="other tenant").learn(CHUNKS, DOCUMENTS)
     backend.put_record("a" * 64, b"[1, 2, 3]")  # a head
     assert len(list(backend.records())) == 5
-    sample = draw_sample(CHUNKS, DOCUMENTS, 16)
+    sample = draw_sample(CHUNKS, DOCUMENTS, 16, 2, chunk_separator(tokenizer))
     assert sample is not None
-    assert forget(make(**by), min(sample.documents)) >= {digest_ids(text) for text in sample.texts}
+    assert forget(make(**by), min(sample.documents)) >= {prime_of(text) for text in sample.texts}
     assert len(list(backend.records())) == 2
     assert make(namespace="other tenant").drawn_from(sample.documents).records
 
 
 def test_a_copy_without_a_document_does_not_hide_the_source() -> None:
-    sample = draw_sample(CHUNKS * 2, [*DOCUMENTS, *[""] * 20], NUM_TOKENS)
-    assert sample is not None and sample.documents
+    assert draw(NUM_TOKENS, CHUNKS * 2, [*DOCUMENTS, *[""] * 20]).documents
 
 
 def test_another_process_does_not_go_on_with_a_forgotten_text(make: MakePrimer) -> None:
@@ -218,12 +236,12 @@ def test_another_process_does_not_go_on_with_a_forgotten_text(make: MakePrimer) 
     third.reload()
     for other in (second, third):
         assert not any(other.accepts(prime) for prime in old)
-        assert digest_ids(other.text_for(CHUNKS[0])) not in old
+        assert prime_of(text_for(other, CHUNKS[0])) not in old
     rest = [token_ids(seed, 60) for seed in range(50, 70)]
     first.learn(rest, [""] * 20)
     second.learn(CHUNKS, DOCUMENTS)
-    assert digest_ids(second.text_for(token_ids(99, 60))) == digest_ids(first.text_for(token_ids(99, 60)))
-    assert digest_ids(second.text_for(token_ids(99, 60))) not in old
+    assert prime_of(text_for(second, token_ids(99, 60))) == prime_of(text_for(first, token_ids(99, 60)))
+    assert prime_of(text_for(second, token_ids(99, 60))) not in old
 
 
 def test_a_record_that_cannot_be_read_for_a_moment_changes_nothing(
@@ -231,7 +249,7 @@ def test_a_record_that_cannot_be_read_for_a_moment_changes_nothing(
 ) -> None:
     primer = make()
     primer.learn(CHUNKS, DOCUMENTS)
-    text = primer.text_for(token_ids(99, 60))
+    text = text_for(primer, token_ids(99, 60))
 
     def refuse(name: str) -> bytes | None:
         raise OSError("Input/output error")
@@ -239,7 +257,7 @@ def test_a_record_that_cannot_be_read_for_a_moment_changes_nothing(
     monkeypatch.setattr(backend, "get_record", refuse)
     primer.learn(CHUNKS, DOCUMENTS)
     primer.reload()
-    assert primer.text_for(token_ids(99, 60)).tolist() == text.tolist()
+    assert text_for(primer, token_ids(99, 60)).tolist() == text.tolist()
     with pytest.raises(OSError):
         primer.drawn_from({"doc 0"})  # what cannot be read may be of this document
 
@@ -254,20 +272,19 @@ BROKEN = [
 @pytest.mark.parametrize("data", BROKEN)
 def test_a_damaged_record_is_replaced(make: MakePrimer, backend: StorageBackend, data: bytes) -> None:
     store = KVStore(backend, "model", "tenant", torch.float16)
-    record = store.record_name("prime-sample", str(NUM_TOKENS))
+    record = store.record_name("prime-sample", f"1 of {NUM_TOKENS}")
     with pytest.raises(ValueError):
         Sample.from_json(data, "tenant")
     backend.put_record(record, data)
     primer = make()
-    assert len(primer.text_for(CHUNKS[0])) == NUM_TOKENS
+    assert len(text_for(primer, CHUNKS[0])) == NUM_TOKENS
     assert backend.get_record(record) is None
     primer.learn(CHUNKS, DOCUMENTS)
     assert Sample.from_json(backend.get_record(record) or b"", "tenant").documents
 
 
 def test_one_changed_id_in_the_record_is_noticed() -> None:
-    sample = draw_sample(CHUNKS, DOCUMENTS, NUM_TOKENS)
-    assert sample is not None
+    sample = draw()
     again = Sample.from_json(sample.to_json("tenant"), "tenant")
     assert [t.tolist() for t in again.texts] == [t.tolist() for t in sample.texts]
     assert {t.dtype for t in again.texts} == {np.dtype(np.int32)}
@@ -292,16 +309,68 @@ def test_a_record_that_cannot_be_read_is_no_obstacle(make: MakePrimer, backend: 
             raise PermissionError(name)
 
     primer = make(backend=Unreadable())
-    assert len(primer.text_for(CHUNKS[0])) == NUM_TOKENS
+    assert len(text_for(primer, CHUNKS[0])) == NUM_TOKENS
     primer.learn(CHUNKS, DOCUMENTS)
-    assert primer.accepts(digest_ids(primer.text_for(CHUNKS[0])))
+    assert primer.accepts(prime_of(text_for(primer, CHUNKS[0])))
 
 
 def test_the_sample_outlives_the_process(make: MakePrimer, tmp_path: Any) -> None:
     make(backend=DiskBackend(tmp_path)).learn(CHUNKS, DOCUMENTS)
-    sample = draw_sample(CHUNKS, DOCUMENTS, NUM_TOKENS)
-    assert sample is not None
-    assert make(backend=DiskBackend(tmp_path)).accepts(digest_ids(sample.texts[1]))
+    old, new = (make(backend=DiskBackend(tmp_path)) for _ in range(2))
+    assert prime_of(text_for(old, CHUNKS[0])) != prime_of(text_for(make(), CHUNKS[0]))
+    assert new.accepts(prime_of(text_for(old, CHUNKS[0])))
+
+
+# --- several texts ---
+
+
+@pytest.mark.parametrize("num_texts", [1, 2, 3])
+def test_a_chunk_is_primed_with_several_texts_one_at_a_time(make: MakePrimer, num_texts: int) -> None:
+    primer = make(num_texts=num_texts, num_tokens=16)
+    primer.learn(CHUNKS, DOCUMENTS)
+    head = token_ids(77, 10)
+    for chunk in [*CHUNKS, token_ids(99, 60)]:
+        priming = primer.priming_of(chunk)
+        assert len(priming.texts) == num_texts
+        assert not any(shares_a_run(text, chunk) for text in priming.texts)
+        assert primer.accepts(priming.digest)
+        contexts = priming.contexts(head)
+        assert sum(context.weight for context in contexts) == pytest.approx(1.0)
+        assert [c.token_ids.tolist() for c in contexts] == [
+            *([*head.tolist(), *text.tolist()] for text in priming.texts), head.tolist()
+        ]  # fmt: skip
+
+
+def test_a_chunk_that_resembles_a_text_has_the_others(make: MakePrimer) -> None:
+    primer = make(num_texts=2)
+    primer.learn(CHUNKS, DOCUMENTS)
+    first, second = primer.priming_of(token_ids(99, 60)).texts
+    without_first = primer.priming_of(first)
+    assert prime_of(without_first.texts[0]) == prime_of(second)
+    assert len(without_first.texts) == 2
+    without_two = primer.priming_of(np.concatenate([first, second]))
+    assert len(without_two.texts) == 1 and primer.accepts(without_two.digest)
+    assert len({p.digest for p in (without_first, without_two, primer.priming_of(token_ids(99, 60)))}) == 3
+
+
+def test_forgetting_a_source_finds_every_choice_of_texts(make: MakePrimer) -> None:
+    primer = make(num_texts=2)
+    primer.learn(CHUNKS, DOCUMENTS)
+    seen = {primer.priming_of(chunk).digest for chunk in CHUNKS}
+    assert seen <= forget(primer, *DOCUMENTS)
+    assert not any(primer.accepts(digest) for digest in seen)
+
+
+def test_unprimed_chunks_have_one_context(make: MakePrimer) -> None:
+    priming = make("none").priming_of(CHUNKS[0])
+    assert priming.digest == NO_TOKENS
+    assert [(c.token_ids.tolist(), c.weight) for c in priming.contexts(CHUNKS[1])] == [(CHUNKS[1].tolist(), 1.0)]
+
+
+@pytest.mark.parametrize("options", [{"num_texts": 0}, {"num_tokens": -1}], ids=str)
+def test_impossible_numbers_are_refused(make: MakePrimer, options: dict[str, int]) -> None:
+    with pytest.raises(ValueError, match="at least"):
+        make(**options)
 
 
 # --- drawing ---
@@ -309,16 +378,14 @@ def test_the_sample_outlives_the_process(make: MakePrimer, tmp_path: Any) -> Non
 
 def test_the_draw_depends_on_contents_only() -> None:
     order = np.random.default_rng(0).permutation(20)
-    first = draw_sample(CHUNKS, DOCUMENTS, NUM_TOKENS)
-    second = draw_sample([CHUNKS[i].copy() for i in order], [DOCUMENTS[i] for i in order], NUM_TOKENS)
-    assert first is not None and second is not None
+    first = draw()
+    second = draw(NUM_TOKENS, [CHUNKS[i].copy() for i in order], [DOCUMENTS[i] for i in order])
     assert [t.tolist() for t in first.texts] == [t.tolist() for t in second.texts]
     assert first.documents == second.documents
 
 
 def test_the_texts_come_from_several_passages_and_share_none() -> None:
-    sample = draw_sample(CHUNKS, DOCUMENTS, NUM_TOKENS)
-    assert sample is not None
+    sample = draw()
     assert [len(text) for text in sample.texts] == [NUM_TOKENS] * 2
     used = [{i for i, chunk in enumerate(CHUNKS) if shares_a_run(text, chunk)} for text in sample.texts]
     assert [len(passages) for passages in used] == [4, 4]
@@ -327,14 +394,14 @@ def test_the_texts_come_from_several_passages_and_share_none() -> None:
 
 
 def test_copies_count_once() -> None:
-    assert draw_sample(CHUNKS[:1] * 50, ["a"] * 50, NUM_TOKENS) is None
+    assert draw_sample(CHUNKS[:1] * 50, ["a"] * 50, NUM_TOKENS, 2, NOTHING) is None
 
 
 @pytest.mark.parametrize("num_passages", range(1, 10))
 def test_few_long_passages(num_passages: int) -> None:
     """They are many tokens, but a text takes only a quarter from each."""
     chunks = [token_ids(seed, 8 * NUM_TOKENS) for seed in range(num_passages)]
-    sample = draw_sample(chunks, [""] * num_passages, NUM_TOKENS)
+    sample = draw_sample(chunks, [""] * num_passages, NUM_TOKENS, 2, NOTHING)
     assert (sample is not None) == (num_passages >= 8)
     if sample is not None:
         assert [len(text) for text in sample.texts] == [NUM_TOKENS] * 2
@@ -343,8 +410,7 @@ def test_few_long_passages(num_passages: int) -> None:
 
 def test_many_short_passages() -> None:
     chunks = [token_ids(seed, 5) for seed in range(200)] + [np.empty(0, dtype=np.int32)]
-    sample = draw_sample(chunks, ["d"] * 201, NUM_TOKENS)
-    assert sample is not None
+    sample = draw(NUM_TOKENS, chunks, ["d"] * 201)
     assert [len(text) for text in sample.texts] == [NUM_TOKENS] * 2
 
 
@@ -356,8 +422,8 @@ def test_near_duplicates_are_not_primed_with_each_other(
     forms = [f"Item {i}: the red valve number {i * 7} opens under the old bridge in winter. " * 4 for i in range(40)]
     texts = forms if kind == "forms" else [random_text(seed, 80) for seed in range(40)]
     primer = make(num_tokens=32)
-    bundled = primer.text_for(CHUNKS[0]).tolist()
+    bundled = text_for(primer, CHUNKS[0]).tolist()
     chunks = chunk_ids(tokenizer, texts)
     primer.learn(chunks, [str(i) for i in range(40)])
-    with_bundled = [primer.text_for(chunk).tolist() == bundled for chunk in chunks]
+    with_bundled = [text_for(primer, chunk).tolist() == bundled for chunk in chunks]
     assert all(with_bundled) if kind == "forms" else not any(with_bundled)

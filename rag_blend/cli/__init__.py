@@ -1,10 +1,11 @@
-"""The command line: ``rag-blend``, one file per group of commands."""
+"""The command line: ``rag-blend``, one file per command or group of commands."""
 
 from __future__ import annotations
 
 import typer
 
 from rag_blend.cli.bench import bench
+from rag_blend.cli.calibrate import calibrate
 
 app = typer.Typer(
     help="Retrieved text is prefilled once, when it is indexed, and not again for every question.",
@@ -13,11 +14,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 app.add_typer(bench, name="bench")
-
-
-@app.callback()
-def _root() -> None:
-    """Keeps `bench` a command of its own, however few others there are."""
+app.command()(calibrate)
 
 
 def main() -> None:

@@ -21,7 +21,8 @@ from transformers.cache_utils import Cache
 
 from rag_blend.cache import kv_of
 from rag_blend.chunk import digest_ids
-from rag_blend.engine import BlendEngine, Prefill
+from rag_blend.engine import BlendEngine
+from rag_blend.generation import Prefill
 from rag_blend.match import ChunkIndex
 from rag_blend.models import lock_of
 from rag_blend.models.attention import attending, packed_attention

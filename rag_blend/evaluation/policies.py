@@ -15,7 +15,7 @@ from rag_blend.selectors import selector_names as known_selectors
 
 PRIMES = ("none", "sample")
 _WITHOUT_RATIO = ("all", "none")  # they recompute everything or nothing, whatever the ratio
-_OWN_FIELDS = ("self", "model", "tokenizer", "storage", "selector", "recompute_ratio", "prime", "kv_dtype")
+_OWN_FIELDS = ("self", "model", "tokenizer", "storage", "selector", "recompute_ratio", "prime", "kv_dtype", "shadow")
 _PRESETS = {"published": "none/hkvd:0.15", "reuse": "none/none"}
 _SYNTAX = "prime/selector[:ratio][,option=value...] (none/hkvd:0.15), or one of: default, published, reuse"
 

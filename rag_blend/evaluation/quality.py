@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import replace
@@ -11,22 +12,22 @@ from typing import Any
 
 import torch
 from tqdm.auto import tqdm
-from transformers import LogitsProcessorList, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from rag_blend.chunk import digest_json
 from rag_blend.engine import BlendEngine, Storage
-from rag_blend.errors import PromptTooLongError
 from rag_blend.evaluation import prompts
 from rag_blend.evaluation.cases import Case
 from rag_blend.evaluation.environment import environment_of
 from rag_blend.evaluation.journal import Journal, code_digest
 from rag_blend.evaluation.policies import Policy
+from rag_blend.evaluation.reference import GREEDY, reference_of, require_fit
 from rag_blend.evaluation.report import QualityReport
 from rag_blend.evaluation.results import Answer, CaseResult, Fidelity, Measurement
-from rag_blend.evaluation.teacher import GREEDY, LogitsRecorder, forced_logits
 from rag_blend.fingerprint import fingerprint_of
 from rag_blend.generation import Generation
 from rag_blend.storage import open_storage
+from rag_blend.teacher import forced_logits
 
 _MORE_TO_COPY = 8  # a copied text may be tokenised a little differently, and its end must be seen
 
@@ -45,6 +46,7 @@ class QualityBench:
         max_new_tokens: Longest answer. Cases of copying get what their text needs.
         out: Directory in which each case's result is kept, and looked for before it is measured again; results of
             another model, prompt, policy or code are not used. None: results live in memory only.
+        num_floors: On how many cases of each group the floors are measured: full prefill again, and with ratio 1.
 
     Raises:
         UnsupportedModelError: The model cannot be blended correctly.
@@ -60,6 +62,7 @@ class QualityBench:
         policies: Sequence[Policy],
         max_new_tokens: int = 32,
         out: str | os.PathLike[str] | None = None,
+        num_floors: int = 5,
     ) -> None:
         names = [policy.name for policy in policies]
         if not names or len(set(names)) < len(names):
@@ -71,6 +74,7 @@ class QualityBench:
         self._policies = list(policies)
         self._max_new_tokens = max_new_tokens
         self._out = out
+        self._num_floors = num_floors
         self._warm = False
         with ExitStack() as stack:
             backend = open_storage(storage)
@@ -105,8 +109,9 @@ class QualityBench:
             PromptTooLongError: A case does not fit the context window; nothing has been stored then.
             OSError: The storage refused.
         """
+        plain = next(iter(self._engines.values()))
         for case in cases:
-            self._require_fit(case)
+            require_fit(plain, case, len(prompts.case_ids(self._tokenizer, case)), self._room(case))
         texts = list(dict.fromkeys(passage.prompt_text for case in cases for passage in case.passages))
         head = prompts.head_ids(self._tokenizer)
         for engine in self._engines.values():
@@ -128,13 +133,15 @@ class QualityBench:
         """
         journal = None if self._out is None else Journal(self._out, self._configuration())
         known = {} if journal is None else journal.results
-        results = []
+        results: list[CaseResult] = []
+        of_group: Counter[str] = Counter()
         for number, case in enumerate(tqdm(cases, desc="cases", disable=not progress)):
             ids = prompts.case_ids(self._tokenizer, case)
             key = digest_json([case.id, case.group, case.answers, ids])
             result = known.get(key)
+            of_group[case.group] += 1
             if result is None:
-                result = self._measure(case, key, ids, number)
+                result = self._measure(case, key, ids, number, of_group[case.group] <= self._num_floors)
                 if journal is not None:
                     journal.append(result)
             results.append(result)
@@ -150,21 +157,22 @@ class QualityBench:
             "code": code_digest(),
             "policies": [policy.describe() for policy in self._policies],
             "max_new_tokens": self._max_new_tokens,
+            "floors": self._num_floors,
             "environment": environment,
         }
 
-    def _measure(self, case: Case, key: str, ids: list[int], number: int) -> CaseResult:
+    def _measure(self, case: Case, key: str, ids: list[int], number: int, with_floors: bool) -> CaseResult:
         turn = number % len(self._policies)
         order = self._policies[turn:] + self._policies[:turn]
         plain = next(iter(self._engines.values()))  # for what does not depend on the policy
         if not self._warm:
             self._warm_up(plain, ids)
-        reference, logits = self._reference(plain, case, ids)
+        reference, logits = reference_of(plain, ids, self._room(case))
         answer = Answer.to(case, reference.text, len(reference.token_ids))
-        first_stats = plain.prefill(ids, reuse=False).stats
-        again = self._compared(plain, ids, reference, logits, reuse=False)
-        full_stats = replace(first_stats, ttft_s=(first_stats.ttft_s + again.ttft_s) / 2)
-        everything = self._compared(plain, ids, reference, logits, recompute_ratio=1.0)
+        floors = {}
+        if with_floors:
+            floors["full again"] = self._compared(plain, ids, reference, logits, reuse=False)
+            floors["r = 1"] = self._compared(plain, ids, reference, logits, recompute_ratio=1.0)
         measured = {policy.name: self._of_policy(policy, case, ids, reference, logits) for policy in order}
         return CaseResult(
             key=key,
@@ -172,8 +180,8 @@ class QualityBench:
             group=case.group,
             answerable=case.answerable,
             order=tuple(policy.name for policy in order),
-            full=Measurement.of(full_stats, answer=answer),
-            floors={"full again": again, "r = 1": everything},
+            full=Measurement.of(reference.stats, answer=answer),
+            floors=floors,
             policies={policy.name: measured[policy.name] for policy in self._policies},
         )
 
@@ -183,14 +191,6 @@ class QualityBench:
         for policy in self._policies:
             self._engines[policy.group].prefill(ids, **policy.call_arguments)
         self._warm = True
-
-    def _reference(self, engine: BlendEngine, case: Case, ids: list[int]) -> tuple[Generation, torch.Tensor]:
-        """The greedy answer of full prefill, and the logits of its steps, (num_tokens, vocab)."""
-        recorder = LogitsRecorder()
-        generation = engine.generate(
-            ids, self._room(case), reuse=False, logits_processor=LogitsProcessorList([recorder]), **GREEDY
-        )
-        return generation, recorder.logits()
 
     def _of_policy(
         self, policy: Policy, case: Case, ids: list[int], reference: Generation, logits: torch.Tensor
@@ -216,12 +216,3 @@ class QualityBench:
             return self._max_new_tokens
         wanted = self._tokenizer(list(case.answers), add_special_tokens=False)["input_ids"]
         return max(self._max_new_tokens, max(map(len, wanted)) + _MORE_TO_COPY)
-
-    def _require_fit(self, case: Case) -> None:
-        window = next(iter(self._engines.values())).context_window
-        needed = len(prompts.case_ids(self._tokenizer, case)) + self._room(case)
-        if needed > window:
-            raise PromptTooLongError(
-                f"case {case.id!r} of {case.group} takes {needed} tokens with its answer, but the model's context "
-                f"window is {window}; use fewer passages per case"
-            )

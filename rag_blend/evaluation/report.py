@@ -19,10 +19,11 @@ _NOTES = """\
 Reference: the greedy answer of full prefill. KL (nats, full || policy) and agreement are means over the positions of
 that answer, given its tokens (teacher forcing), and then over cases. "KL / published" is a ratio of means. Brackets
 hold 95 % intervals (paired bootstrap over cases, 2,000 resamples). "Full again" and "r = 1" are floors: the same
-computation a second time, and through the blending code. Gain: full prefill's time to first token by the policy's,
-mean over cases. Recomputed charges what a selector computes in order to choose. False abstentions: answerable, and
-only the policy says that there is no answer; lost ones: unanswerable, and only full prefill says so. Blended: cases
-in which stored chunks were used at all. TTFT is of prompts whose passages all were in the store.
+computation a second time, and through the blending code, on the first cases. Gain: full prefill's time to first token
+(of `generate`; a few milliseconds more than a policy's, which is until the logits) by the policy's, mean over cases.
+Recomputed charges what a selector computes in order to choose. False abstentions: answerable, and only the policy
+says that there is no answer; lost ones: unanswerable, and only full prefill says so. Blended: cases in which stored
+chunks were used at all. TTFT is of prompts whose passages all were in the store.
 """
 
 
@@ -57,7 +58,7 @@ class QualityReport:
             for group, lines in self.groups.items()
         }
         data = {"environment": dict(self.environment), "policies": list(self.policies), "groups": groups}
-        return json.dumps(_without_nan(data), indent=2, allow_nan=False) + "\n"
+        return json.dumps(without_nan(data), indent=2, allow_nan=False) + "\n"
 
     def to_markdown(self) -> str:
         """The same for people: one table per group, with the columns that mean something there."""
@@ -151,9 +152,10 @@ def _named(line: Summary) -> dict[str, Any]:
     return values
 
 
-def _without_nan(value: Any) -> Any:
+def without_nan(value: Any) -> Any:
+    """JSON-like data with null for numbers that JSON does not have."""
     if isinstance(value, Mapping):
-        return {name: _without_nan(one) for name, one in value.items()}
+        return {name: without_nan(one) for name, one in value.items()}
     if isinstance(value, list | tuple):
-        return [_without_nan(one) for one in value]
+        return [without_nan(one) for one in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from rag_blend.divergence import agreement, kl
 from rag_blend.evaluation import metrics
 from rag_blend.evaluation.cases import Case
 from rag_blend.generation import GenerationStats
@@ -32,12 +33,12 @@ class Fidelity:
     @classmethod
     def between(cls, full: torch.Tensor, other: torch.Tensor) -> Fidelity:
         """Compare logits, (num_positions, vocab) each."""
-        divergence = metrics.kl(full, other)
+        divergence = kl(full, other)
         return cls(
             kl=float(divergence.mean()),
             first_kl=float(divergence[0]),
-            agreement=metrics.agreement(full, other),
-            first_agrees=metrics.agreement(full[:1], other[:1]) == 1.0,
+            agreement=agreement(full, other),
+            first_agrees=agreement(full[:1], other[:1]) == 1.0,
         )
 
 
@@ -123,8 +124,9 @@ class CaseResult:
         group: Data set and task: results are summarised by it.
         answerable: Whether the passages hold the answer.
         order: Policies in the order in which they ran.
-        full: Full prefill; its `ttft_s` is the mean of two runs.
-        floors: ``"full again"`` and ``"r = 1"``: how close two computations of the same thing come.
+        full: Full prefill; its `ttft_s` is until the first token of `generate`, a few milliseconds after the logits.
+        floors: ``"full again"`` and ``"r = 1"``: how close two computations of the same thing come. Or nothing: they
+            are measured on some cases only.
         policies: By name.
     """
 

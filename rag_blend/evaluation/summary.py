@@ -91,7 +91,9 @@ def summarise(results: Sequence[CaseResult]) -> dict[str, list[Summary]]:
 
 def _group(results: Sequence[CaseResult]) -> list[Summary]:
     lines = [_summary(FULL, results, [result.full for result in results])]
-    lines += [_summary(name, results, [result.floors[name] for result in results]) for name in results[0].floors]
+    for name in results[0].floors:
+        some = [result for result in results if name in result.floors]
+        lines.append(_summary(name, some, [result.floors[name] for result in some]))
     lines += [_summary(name, results, [result.policies[name] for result in results]) for name in results[0].policies]
     return lines
 

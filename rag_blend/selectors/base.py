@@ -12,7 +12,7 @@ import torch
 from rag_blend.chunk import LayerKV
 from rag_blend.plan import BlendPlan, Positions
 
-Attention = npt.NDArray[np.float32]
+Scores = npt.NDArray[np.float32]  # one per prompt token
 
 
 class TokenSelector(ABC):
@@ -74,13 +74,17 @@ class AttentionSelector(TokenSelector):
     """Chooses by the attention that tokens receive from the question, found by a cheap pass over the stored rows."""
 
     @abstractmethod
-    def select_by_attention(self, plan: BlendPlan, ratio: float | None, received: Attention) -> Positions:
+    def select_by_attention(
+        self, plan: BlendPlan, ratio: float | None, received: Scores, staleness: Scores
+    ) -> Positions:
         """Like `select`, knowing what the question looks at.
 
         Args:
             plan: The prompt's layout.
             ratio: See `select`.
             received: Attention that each prompt token receives, float32, shape (num_tokens,).
+            staleness: How much each token's stored rows depend on what stood in front of the chunk when it was
+                cached, see `ChunkKV.staleness`; 1 where it is unknown. Like `received`.
         """
 
     def select(self, plan: BlendPlan, ratio: float | None) -> Positions:
@@ -88,9 +92,9 @@ class AttentionSelector(TokenSelector):
         raise NotImplementedError(f"{type(self).__name__} needs a probe")
 
 
-def top(candidates: Positions, received: Attention, count: int) -> Positions:
-    """The `count` candidates that receive most attention, ascending."""
-    best = np.argsort(-received[candidates], kind="stable")[:count]
+def top(candidates: Positions, scores: Scores, count: int) -> Positions:
+    """The `count` candidates with the highest scores, ascending."""
+    best = np.argsort(-scores[candidates], kind="stable")[:count]
     return np.sort(candidates[best])
 
 

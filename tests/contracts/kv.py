@@ -33,7 +33,8 @@ def random_chunk(
     generator = torch.Generator().manual_seed(seed)
     shape = (num_layers, 2, num_heads, num_tokens, head_dim)
     values = torch.randn(shape, generator=generator).to(dtype).float()
-    return ChunkKV(origin, token_ids(seed, num_tokens), [LayerKV(*layer) for layer in values])
+    staleness = np.random.default_rng(seed).random(num_tokens).astype(np.float16)
+    return ChunkKV(origin, token_ids(seed, num_tokens), [LayerKV(*layer) for layer in values], staleness)
 
 
 def split(data: bytes) -> tuple[dict[str, Any], bytes]:

@@ -16,8 +16,9 @@ from rag_blend import BlendEngine, PromptTooLongError
 from rag_blend.evaluation import Case, Passage, Policy, QualityBench, QualityReport, copy_cases, prompts, unanswerable
 from rag_blend.evaluation.journal import Journal, code_digest
 from rag_blend.evaluation.plots import draw_plots
+from rag_blend.evaluation.reference import LogitsRecorder
 from rag_blend.evaluation.results import Answer, CaseResult
-from rag_blend.evaluation.teacher import LogitsRecorder, forced_logits
+from rag_blend.teacher import forced_logits
 
 pytest_plugins = ["toy_collection"]
 
@@ -55,6 +56,18 @@ class TestMeasurements:
                 assert floor.fidelity is not None
                 assert floor.fidelity.kl < 1e-5 and floor.fidelity.agreement == 1.0
             assert result.floors["r = 1"].stats["mode"] == "blend"
+
+    def test_floors_are_measured_on_the_first_cases_of_each_group(
+        self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, cases: list[Case]
+    ) -> None:
+        with bench_of(model, tokenizer, "published", num_floors=1) as bench:
+            bench.prepare(cases, progress=False)
+            some = bench.run([*cases[:2], *(replace(case, task="lookup") for case in cases[:2])], progress=False)
+        assert [sorted(result.floors) for result in some.results] == [["full again", "r = 1"], []] * 2
+        for lines in some.groups.values():
+            assert [(line.name, line.num_cases) for line in lines] == [
+                ("full prefill", 2), ("full again", 1), ("r = 1", 1), ("published", 2)
+            ]  # fmt: skip
 
     def test_reuse_is_not_free(self, report: QualityReport) -> None:
         for result in report.results:
@@ -143,9 +156,9 @@ class TestResuming:
         calls: list[int] = []
         measure = QualityBench._measure
 
-        def counted(self: QualityBench, case: Case, key: str, ids: list[int], number: int) -> CaseResult:
+        def counted(self: QualityBench, case: Case, key: str, ids: list[int], number: int, *more: Any) -> CaseResult:
             calls.append(number)
-            return measure(self, case, key, ids, number)
+            return measure(self, case, key, ids, number, *more)
 
         monkeypatch.setattr(QualityBench, "_measure", counted)
         with bench_of(model, tokenizer, "reuse", "none/heads", out=tmp_path) as bench:
@@ -168,10 +181,12 @@ class TestResuming:
     ) -> None:
         measure = QualityBench._measure
 
-        def interrupted(self: QualityBench, case: Case, key: str, ids: list[int], number: int) -> CaseResult:
+        def interrupted(
+            self: QualityBench, case: Case, key: str, ids: list[int], number: int, *more: Any
+        ) -> CaseResult:
             if number == 1:
                 raise KeyboardInterrupt
-            return measure(self, case, key, ids, number)
+            return measure(self, case, key, ids, number, *more)
 
         monkeypatch.setattr(QualityBench, "_measure", interrupted)
         with bench_of(model, tokenizer, "reuse", out=tmp_path) as bench, pytest.raises(KeyboardInterrupt):

@@ -558,7 +558,7 @@ def test_the_engine_is_made_once_on_first_use_with_the_configuration(monkeypatch
             "somewhere",
             {
                 "storage": "x/",
-                "selector": "heads",
+                "selector": "anchor",
                 "recompute_ratio": 0.5,
                 "prime": "sample",
                 "namespace": "default",

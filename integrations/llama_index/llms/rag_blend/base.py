@@ -5,7 +5,7 @@ import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 from llama_index.core.base.llms.generic_utils import (
     messages_to_prompt as plain_messages_to_prompt,
@@ -71,9 +71,12 @@ class BlendLLM(CustomLLM):
 
     model: str | None = Field(default=None, description="Folder or hub id of the model.")
     storage: str = Field(default="kv/", description="Where the KV caches are kept: folder or storage URL.")
-    selector: str = Field(default="heads", description="Policy that picks the reused tokens to recompute.")
-    recompute_ratio: float | None = Field(
-        default=None, description="Share of the reused tokens to recompute; None: the selector's own choice."
+    selector: str = Field(
+        default="anchor", description="Policy that picks the reused tokens to recompute, unless one was calibrated."
+    )
+    recompute_ratio: float | Literal["auto"] | None = Field(
+        default="auto",
+        description="Share of the reused tokens to recompute; 'auto': as calibrated; None: the selector's own choice.",
     )
     prime: str = Field(default="sample", description="What stands in front of a chunk while it is cached.")
     namespace: str = Field(default="default", description="Tenant; caches of another one are never used.")
