@@ -97,7 +97,10 @@ class BlendEngine:
             ``rag-blend calibrate`` has found for this model, namespace and priming, or full prefill if it found
             none; without a calibration, the selector's own default. None: the selector's own default. 1.0: all of
             them, whatever the selector, and nothing is taken from the store.
-        prime: ``"sample"``, ``"none"`` or a text: what stands between head and chunk while a chunk is ingested.
+        prime: What stands between head and chunk while a chunk is ingested. ``"sample"``: text drawn once from the
+            collection. ``"preceding"``: what stands in front of the chunk in its document (a sample where there is
+            nothing), if chunks are retrieved together with their neighbours; costs its prefill for every chunk.
+            ``"none"``, or a text.
         prime_tokens: Length of a sampled priming text; best about as much text as will stand in front of a chunk.
         prime_texts: How many sampled texts a chunk is primed with, one at a time: the mean of its caches is stored,
             with the one behind the head alone among them. Each text costs a prefill of the chunk at ingestion.

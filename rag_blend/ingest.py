@@ -88,7 +88,7 @@ class Ingester:
         chunks = chunk_ids(self._tokenizer, texts)
         with self._lock:
             self._primer.learn(chunks, documents)
-            jobs = self._plan(chunks, head)
+            jobs = self._plan(chunks, documents, head)
         self._link(jobs, documents)
         heads = [] if head is None else [self._head_job(head)]
         missing = self._unknown([*heads, *jobs])
@@ -103,13 +103,14 @@ class Ingester:
             seconds=time.perf_counter() - started,
         )
 
-    def _plan(self, chunks: Sequence[np.ndarray], head: np.ndarray | None) -> list[_Job | None]:
+    def _plan(
+        self, chunks: Sequence[np.ndarray], documents: Sequence[str], head: np.ndarray | None
+    ) -> list[_Job | None]:
         """What to compute for each text; None for those that are not worth it or do not fit."""
         before = bos_ids(self._tokenizer) if head is None else head
         head_digest = GENERIC_HEAD if head is None else digest_ids(head)
         jobs: list[_Job | None] = []
-        for chunk in chunks:
-            priming = self._primer.priming_of(chunk)
+        for chunk, priming in zip(chunks, self._primer.primings_of(chunks, documents), strict=True):
             contexts = priming.contexts(before)
             if not self._fits(contexts[0].token_ids, chunk):
                 jobs.append(None)

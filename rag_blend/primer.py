@@ -13,7 +13,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from importlib import resources
@@ -21,6 +21,7 @@ from itertools import combinations, islice
 from typing import NamedTuple
 
 import numpy as np
+from numpy.lib.stride_tricks import sliding_window_view
 from transformers import PreTrainedTokenizerBase
 
 from rag_blend.chunk import NO_TOKENS, Context, digest_ids, digest_json
@@ -33,6 +34,7 @@ _NOTHING = np.empty(0, dtype=np.int32)
 _KIND = "prime-sample"
 _PASSAGES = 4  # a sample is drawn from at least this many passages
 _SHARED_RUN = 16  # a chunk that shares so many consecutive tokens with a priming text is not primed with it
+_OVERLAP_RUN = 8  # tokens by which an overlap is recognised
 _GRAM = 4
 _ALONE = 0.3  # weight of the cache behind the head alone in the mean that is stored of a primed chunk
 _MIN_DISTINCT_GRAMS = 0.7  # prose is above 0.9
@@ -44,16 +46,18 @@ class Priming(NamedTuple):
 
     Attributes:
         texts: Token ids of the priming texts, int32; none for an unprimed chunk.
+        kind: Stands in front of the digest where texts are too many to be known one by one.
     """
 
     texts: tuple[np.ndarray, ...]
+    kind: str = ""
 
     @property
     def digest(self) -> str:
         """What the chunk names as its priming."""
         if not self.texts:
             return NO_TOKENS
-        return digest_json({"texts": [digest_ids(text) for text in self.texts], "alone": _ALONE})
+        return self.kind + digest_json({"texts": [digest_ids(text) for text in self.texts], "alone": _ALONE})
 
     def contexts(self, head: np.ndarray) -> tuple[Context, ...]:
         """What the chunk is prefilled behind, and how the caches are weighted."""
@@ -131,8 +135,9 @@ class Primer:
 
     Args:
         choice: ``"sample"``: drawn once from the first sizeable collection that is ingested, recorded in the store,
-            the same ever after (a bundled neutral text until then). ``"none"``: no priming. Anything else is the
-            priming text itself.
+            the same ever after (a bundled neutral text until then). ``"preceding"``: what stands in front of the chunk
+            in its document; a sample where there is nothing. ``"none"``: no priming. Anything else is the priming
+            text itself.
         num_tokens: Length of a sampled or bundled priming text.
         num_texts: How many sampled texts a chunk is primed with, at least 1.
         tokenizer: The model's tokenizer.
@@ -150,14 +155,15 @@ class Primer:
         self._store = store
         self._num_tokens = num_tokens
         self._num_texts = num_texts
-        self._sampling = choice == "sample" and num_tokens > 0
+        self._sampling = choice in {"sample", "preceding"} and num_tokens > 0
+        self._preceding = f"preceding {num_tokens} " if choice == "preceding" and num_tokens > 0 else ""
         self._record = store.record_name(_KIND, f"{num_texts} of {num_tokens}")
         self._separator = chunk_separator(tokenizer)
         self._fixed = UNPRIMED  # until there is a sample, and for chunks that resemble all of it
         if self._sampling:
             bundled = (resources.files("rag_blend") / "data" / "prime.txt").read_text("utf-8")
             self._fixed = Priming((self._ended(chunk_ids(tokenizer, [bundled])[0])[-num_tokens:],))
-        elif choice not in {"none", "sample"}:
+        elif choice not in {"none", "sample", "preceding"}:
             self._fixed = Priming((self._ended(chunk_ids(tokenizer, [choice])[0]),))
         self._sample: Sample | None = None
         self._texts: list[_PrimingText] = []
@@ -165,7 +171,7 @@ class Primer:
 
     def accepts(self, prime: str) -> bool:
         """Whether chunks that name this priming may be reused."""
-        return prime in self._digests
+        return prime in self._digests or bool(self._preceding and prime.startswith(self._preceding))
 
     def reload(self) -> None:
         """Take over the sample that this or another process has recorded, or that it was dropped."""
@@ -211,11 +217,31 @@ class Primer:
             self._store.backend.delete_record(name)
         self.reload()
 
+    def primings_of(self, chunks: Sequence[np.ndarray], documents: Sequence[str]) -> Iterator[Priming]:
+        """The priming of each chunk; chunks of one document are taken to stand in it in this order.
+
+        Args:
+            chunks: Token ids of each.
+            documents: The document of each, "" for none.
+        """
+        in_front: dict[str, np.ndarray] = {}
+        for chunk, document in zip(chunks, documents, strict=True):
+            before = in_front.get(document, _NOTHING)
+            yield (self._preceding_of(chunk, before) if self._preceding else None) or self.priming_of(chunk)
+            if document:
+                in_front[document] = self._ended(np.concatenate([before, chunk]))[-self._num_tokens :]
+
     def priming_of(self, chunk: np.ndarray) -> Priming:
         """The first sampled texts that do not resemble the chunk; the bundled or given one if all do."""
         unlike = (text.token_ids for text in self._texts if not text.resembles(chunk))
         texts = tuple(islice(unlike, self._num_texts))
         return Priming(texts) if texts else self._fixed
+
+    def _preceding_of(self, chunk: np.ndarray, before: np.ndarray) -> Priming | None:
+        text = without_overlap(before, chunk)
+        if len(text) < _SHARED_RUN or _PrimingText(text).resembles(chunk):
+            return None
+        return Priming((text,), self._preceding)
 
     def _ended(self, text: np.ndarray) -> np.ndarray:
         return np.concatenate([text, self._separator])
@@ -268,6 +294,15 @@ def draw_sample(
             return None
         texts.append(text[-num_tokens:])
     return Sample(tuple(texts), frozenset(sources - {""}))
+
+
+def without_overlap(before: np.ndarray, chunk: np.ndarray) -> np.ndarray:
+    """What stands in front of a chunk, without the part that the chunk itself begins with (splitters' overlap)."""
+    start = chunk[1 : 1 + _OVERLAP_RUN]  # the very first token may be another one at the edge of a text
+    if len(start) < _OVERLAP_RUN or len(before) < _OVERLAP_RUN:
+        return before
+    found = np.flatnonzero((sliding_window_view(before, _OVERLAP_RUN) == start).all(axis=1))
+    return before[: max(0, int(found[-1]) - 1)] if len(found) else before
 
 
 class _PrimingText:

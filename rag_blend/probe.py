@@ -22,11 +22,9 @@ from rag_blend.models import ModelAdapter
 from rag_blend.models.attention import attending
 from rag_blend.plan import BlendPlan
 from rag_blend.rows import LayerSource, Replay, RowSet
-from rag_blend.selectors.base import Scores
+from rag_blend.selectors.base import PROBE_ROWS, Scores
 
 _ATTENTION = "rag_blend_probe"
-# The question proper stands at the end of a prompt. The last 32 tokens choose as well as all 75 with the instructions.
-_MOST_ROWS = 32
 
 
 class ProbePass:
@@ -49,7 +47,7 @@ class ProbePass:
         self._adapter = adapter
         self._source = source
         self._cancel = cancel
-        asking = plan.question[-_MOST_ROWS:]
+        asking = plan.question[-PROBE_ROWS:]
         others = np.setdiff1d(plan.fresh, asking, assume_unique=True)
         positions, absent = (torch.from_numpy(side).to(adapter.device) for side in (asking, others))
         self._rows = RowSet(adapter, plan.num_tokens, positions, absent if len(absent) else None)

@@ -12,7 +12,7 @@ from contracts.kv import token_ids
 from transformers import PreTrainedTokenizerFast
 
 from rag_blend.chunk import NO_TOKENS
-from rag_blend.primer import Primer, Priming, Sample, draw_sample
+from rag_blend.primer import Primer, Priming, Sample, draw_sample, without_overlap
 from rag_blend.prompt import chunk_ids, chunk_separator
 from rag_blend.storage import StorageBackend
 from rag_blend.storage.disk import DiskBackend
@@ -371,6 +371,62 @@ def test_unprimed_chunks_have_one_context(make: MakePrimer) -> None:
 def test_impossible_numbers_are_refused(make: MakePrimer, options: dict[str, int]) -> None:
     with pytest.raises(ValueError, match="at least"):
         make(**options)
+
+
+# --- preceding text ---
+
+
+def primings(primer: Primer, chunks: list[np.ndarray], documents: list[str]) -> list[Priming]:
+    return list(primer.primings_of(chunks, documents))
+
+
+def test_a_chunk_is_primed_with_what_stands_in_front_of_it(
+    make: MakePrimer, tokenizer: PreTrainedTokenizerFast
+) -> None:
+    primer = make("preceding", num_tokens=100)
+    blank = chunk_separator(tokenizer).tolist()
+    a, b, c, d = CHUNKS[:4]
+    first, second, other, third = primings(primer, [a, b, d, c], ["doc", "doc", "another", "doc"])
+    assert first == primer.priming_of(a) and other == primer.priming_of(d)  # nothing in front: as a sample would
+    assert [text.tolist() for text in second.texts] == [[*a.tolist(), *blank]]
+    assert [text.tolist() for text in third.texts] == [[*a.tolist(), *blank, *b.tolist(), *blank][-100:]]
+    assert all(primer.accepts(priming.digest) for priming in (first, second, other, third))
+    assert len({priming.digest for priming in (first, second, third)}) == 3
+
+
+def test_chunks_without_a_document_have_nothing_in_front(make: MakePrimer) -> None:
+    primer = make("preceding")
+    assert primings(primer, CHUNKS[:3], ["", "", ""]) == [primer.priming_of(chunk) for chunk in CHUNKS[:3]]
+
+
+def test_who_primes_otherwise_does_not_accept_preceding_text(make: MakePrimer) -> None:
+    _, primed = primings(make("preceding"), CHUNKS[:2], ["doc"] * 2)
+    for options in ({"choice": "sample"}, {"choice": "none"}, {"choice": "preceding", "num_tokens": NUM_TOKENS - 1}):
+        assert not make(**options).accepts(primed.digest)
+    assert make("preceding").accepts(primed.digest)
+
+
+@pytest.mark.parametrize("edge", [0, 1], ids=["same ids", "another first id"])
+def test_an_overlap_is_cut_off(make: MakePrimer, edge: int) -> None:
+    before = token_ids(1, 40)
+    chunk = np.concatenate([before[-12:], token_ids(2, 40)])
+    chunk[0] += edge
+    assert without_overlap(before, chunk).tolist() == before[:-12].tolist()
+    (_, second) = primings(make("preceding"), [before, chunk], ["doc"] * 2)
+    assert [text.tolist() for text in second.texts] == [before[:-12].tolist()]
+
+
+def test_without_an_overlap_nothing_is_cut_off() -> None:
+    assert without_overlap(CHUNKS[0], CHUNKS[1]).tolist() == CHUNKS[0].tolist()
+    assert without_overlap(NOTHING, CHUNKS[1]).tolist() == []
+    assert without_overlap(CHUNKS[0], CHUNKS[1][:5]).tolist() == CHUNKS[0].tolist()
+
+
+def test_a_chunk_that_repeats_what_stands_in_front_is_primed_with_a_sample(make: MakePrimer) -> None:
+    primer = make("preceding")
+    chunk = np.concatenate([token_ids(3, 20), CHUNKS[0]])
+    _, second = primings(primer, [CHUNKS[0], chunk], ["doc"] * 2)
+    assert second == primer.priming_of(chunk)
 
 
 # --- drawing ---

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from pathlib import Path
 from pydoc_data.topics import topics
@@ -104,8 +103,8 @@ def test_head_and_first_unprimed_chunk_are_exact(unprimed: BlendEngine, chunks: 
 def test_nearly_everything_is_reused(primed: BlendEngine, prompt: str, chunks: list[str]) -> None:
     stats = primed.prefill(prompt).stats
     assert stats.mode == "blend" and stats.hits == 6 and stats.misses == 0
-    assert stats.recomputed_tokens == math.ceil(0.07 * (stats.reused_tokens + stats.recomputed_tokens))
-    assert 0.07 < stats.recompute_ratio < 0.07 + 33 / stats.reused_tokens  # the look ahead is charged
+    assert 0.09 < stats.recompute_ratio < 0.1  # the look ahead is charged
+    assert 0.05 < stats.recomputed_tokens / (stats.reused_tokens + stats.recomputed_tokens) < 0.09
     assert stats.fresh_tokens < 40 and stats.reused_tokens > 0.85 * stats.prompt_tokens
 
 

@@ -30,10 +30,22 @@ def scores(**at: float) -> Scores:
 def test_what_the_question_reads_is_recomputed(selector: type[AttentionSelector]) -> None:
     received = scores(p5=9.0, p13=3.0, p40=5.0, p58=9.0)  # 5 is exact, 58 is fresh: neither is to be chosen
     assert selector().select_by_attention(PLAN, 0.05, received, scores()).tolist() == [13, 40]
-    assert len(selector().select_by_attention(PLAN, None, received, scores())) == 3  # 7 % of 40
     assert selector().select_by_attention(PLAN, 0.0, received, scores()).tolist() == []
     everything = selector().select_by_attention(PLAN, 1.0, received, scores())
     assert everything.tolist() == PLAN.reusable.tolist()
+
+
+@pytest.mark.parametrize("selector", ATTENTION)
+@pytest.mark.parametrize(
+    ("reusable", "question", "chosen"),
+    [(2000, 100, 190 - 32), (2000, 20, 190 - 20), (800, 100, 76 - 32), (300, 100, 6), (40, 100, 1)],
+)
+def test_by_default_the_look_ahead_is_part_of_the_work(
+    selector: type[AttentionSelector], reusable: int, question: int, chosen: int
+) -> None:
+    plan = BlendPlan(reusable + question, (Segment(0, reusable, "a", 0, False),))
+    equal = np.ones(reusable + question, dtype=np.float32)
+    assert len(selector().select_by_attention(plan, None, equal, equal)) == chosen
 
 
 def test_anchor_weighs_attention_with_the_root_of_staleness() -> None:

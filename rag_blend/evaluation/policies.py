@@ -13,7 +13,7 @@ from rag_blend.engine import BlendEngine
 from rag_blend.selectors import TokenSelector
 from rag_blend.selectors import selector_names as known_selectors
 
-PRIMES = ("none", "sample")
+PRIMES = ("none", "sample", "preceding")
 _WITHOUT_RATIO = ("all", "none")  # they recompute everything or nothing, whatever the ratio
 _OWN_FIELDS = ("self", "model", "tokenizer", "storage", "selector", "recompute_ratio", "prime", "kv_dtype", "shadow")
 _PRESETS = {"published": "none/hkvd:0.15", "reuse": "none/none"}

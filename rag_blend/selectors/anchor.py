@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from rag_blend.plan import BlendPlan, Positions
-from rag_blend.selectors.base import AttentionSelector, Scores, share_of, top
+from rag_blend.selectors.base import AttentionSelector, Scores, top
 
 
 class AnchorSelector(AttentionSelector):
@@ -14,11 +14,8 @@ class AnchorSelector(AttentionSelector):
     Staleness costs nothing here: it is what the chunk's caches behind different texts disagreed on at ingestion.
     """
 
-    default_ratio = 0.07
-
     def select_by_attention(
         self, plan: BlendPlan, ratio: float | None, received: Scores, staleness: Scores
     ) -> Positions:
-        """The top share (default 7 %) of the reusable tokens."""
-        count = share_of(len(plan.reusable), self.default_ratio if ratio is None else ratio)
-        return top(plan.reusable, received * np.sqrt(staleness), count)
+        """The top share of the reusable tokens."""
+        return top(plan.reusable, received * np.sqrt(staleness), self.num_chosen(plan, ratio))

@@ -71,7 +71,22 @@ class ScoreSelector(TokenSelector):
 
 
 class AttentionSelector(TokenSelector):
-    """Chooses by the attention that tokens receive from the question, found by a cheap pass over the stored rows."""
+    """Chooses by the attention that tokens receive from the question, found by a cheap pass over the stored rows.
+
+    Attributes:
+        default_work: Unless the caller names a ratio: work on reusable tokens as a share of computing them all, the
+            pass included. So short prompts, for which the pass is dear, do not cost more than they are worth.
+    """
+
+    default_work = 0.095
+
+    def num_chosen(self, plan: BlendPlan, ratio: float | None) -> int:
+        """How many tokens to choose: the ratio's share, or what the pass has left of the default work."""
+        reusable = len(plan.reusable)
+        if ratio is not None:
+            return share_of(reusable, ratio)
+        left = share_of(reusable, self.default_work) - min(PROBE_ROWS, len(plan.question))
+        return max(left, share_of(reusable, _LEAST_SHARE))
 
     @abstractmethod
     def select_by_attention(
@@ -90,6 +105,12 @@ class AttentionSelector(TokenSelector):
     def select(self, plan: BlendPlan, ratio: float | None) -> Positions:
         """Not possible without a probe."""
         raise NotImplementedError(f"{type(self).__name__} needs a probe")
+
+
+# The pass runs the last tokens of a prompt: there stands the question proper. 32 of them choose as well as all 75 of
+# the question with its instructions.
+PROBE_ROWS = 32
+_LEAST_SHARE = 0.02
 
 
 def top(candidates: Positions, scores: Scores, count: int) -> Positions:

@@ -1,0 +1,111 @@
+"""Prompts that were prefilled exactly are kept in memory: a prompt that begins like one of them goes on from there."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from rag_blend.catalog import common_prefix
+from rag_blend.chunk import LayerKV
+
+MIN_TOKENS = 16  # fewer are computed as fast as they are copied
+
+
+class Prefix(NamedTuple):
+    """The beginning of a prompt, as it was prefilled.
+
+    Attributes:
+        token_ids: Its ids, int32, shape (num_tokens,).
+        layers: One `LayerKV` per layer, keys after RoPE, (num_kv_heads, at least num_tokens, head_dim) each; not to
+            be written to.
+        frequencies: The RoPE frequencies of the prompts it is true for, see `Rotary.frequencies`.
+    """
+
+    token_ids: np.ndarray
+    layers: Sequence[LayerKV]
+    frequencies: torch.Tensor
+
+    def __len__(self) -> int:
+        return len(self.token_ids)
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory that its rows take."""
+        return sum(side.nbytes for kv in self.layers for side in kv)
+
+    def common(self, token_ids: np.ndarray, frequencies: torch.Tensor) -> int:
+        """How many tokens at the start of such a prompt have the same rows."""
+        return common_prefix(self.token_ids, token_ids) if torch.equal(self.frequencies, frequencies) else 0
+
+    def first(self, num_tokens: int) -> Prefix:
+        """Its first tokens; the rows are views."""
+        layers = [LayerKV(*(side[:, :num_tokens] for side in kv)) for kv in self.layers]
+        return Prefix(self.token_ids[:num_tokens], layers, self.frequencies)
+
+    def copy(self) -> Prefix:
+        """The same, in memory of its own, beside the processor."""
+        layers = [LayerKV(*(torch.empty(side.shape, dtype=side.dtype).copy_(side) for side in kv)) for kv in self.layers]
+        return Prefix(self.token_ids.copy(), layers, self.frequencies)
+
+
+class PrefixCache:
+    """Exact rows of the last prompts, those used longest ago dropped first. Not thread-safe: the engine serialises.
+
+    The rows stand at the positions they had and are copied bit by bit, in the model's own dtype, keys after RoPE. That
+    is right where the RoPE frequencies are the same; with dynamic and long RoPE they may depend on a prompt's length,
+    and then neither keys nor anything above the first layer can be used in a prompt of another length.
+
+    Args:
+        max_bytes: Memory for all rows together. 0: nothing is kept.
+
+    Raises:
+        ValueError: It is negative.
+    """
+
+    def __init__(self, max_bytes: int) -> None:
+        if max_bytes < 0:
+            raise ValueError(f"prefix_cache_bytes must be at least 0, got {max_bytes}")
+        self._max_bytes = max_bytes
+        self._kept: list[Prefix] = []  # the one used last is at the end
+
+    def __len__(self) -> int:
+        return len(self._kept)
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory that the rows take."""
+        return sum(prefix.num_bytes for prefix in self._kept)
+
+    def find(self, token_ids: np.ndarray, frequencies: torch.Tensor) -> Prefix | None:
+        """The longest kept beginning of a prompt, without its last token; None if it is not worth it."""
+        found = max(self._kept, key=lambda prefix: prefix.common(token_ids, frequencies), default=None)
+        length = 0 if found is None else min(found.common(token_ids, frequencies), len(token_ids) - 1)
+        if found is None or length < MIN_TOKENS:
+            return None
+        self._touch(found)
+        return found.first(length)
+
+    def keep(self, prefix: Prefix) -> None:
+        """Keep a copy of a prompt's beginning, or as much of it as there is memory for."""
+        per_token = prefix.num_bytes // prefix.layers[0].keys.shape[1]
+        prefix = prefix.first(min(len(prefix), self._max_bytes // per_token))
+        if len(prefix) < MIN_TOKENS:
+            return
+        for kept in self._kept:
+            if kept.common(prefix.token_ids, prefix.frequencies) == len(prefix):
+                self._touch(kept)
+                return
+        self._kept = [kept for kept in self._kept if kept.common(prefix.token_ids, prefix.frequencies) < len(kept)]
+        while self.num_bytes + prefix.num_bytes > self._max_bytes:
+            del self._kept[0]
+        self._kept.append(prefix.copy())
+
+    def clear(self) -> None:
+        """Drop everything."""
+        self._kept.clear()
+
+    def _touch(self, prefix: Prefix) -> None:
+        self._kept = [*(kept for kept in self._kept if kept is not prefix), prefix]
