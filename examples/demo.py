@@ -109,8 +109,12 @@ def make_engines(model: PreTrainedModel, tokenizer: Any, documents: list[Doc]) -
     """On one model and one store: our default, and CacheBlend as published (hkvd, 15 %, unprimed)."""
     titles = hashlib.sha256("\n".join(doc.title for doc in documents).encode()).hexdigest()[:12]
     storage = Path(".demo") / "kv" / titles
-    ours = RecordingEngine(model, tokenizer, storage)
-    return ours, BlendEngine(model, tokenizer, storage, selector="hkvd", recompute_ratio=0.15, prime="none")
+    # Nothing is taken from earlier prompts: each way of answering is to do its own work.
+    ours = RecordingEngine(model, tokenizer, storage, prefix_cache_bytes=0)
+    published = BlendEngine(
+        model, tokenizer, storage, selector="hkvd", recompute_ratio=0.15, prime="none", prefix_cache_bytes=0
+    )
+    return ours, published
 
 
 def build_index(documents: list[Doc], tokenizer: Any) -> VectorStoreIndex:

@@ -44,6 +44,7 @@ from rag_blend.generation import (
     TextStream,
     cut_at_stop,
     generate_arguments,
+    steers_only,
     stop_strings,
     wanted_tokens,
 )
@@ -51,6 +52,7 @@ from rag_blend.info import context_window_of
 from rag_blend.ingest import Ingester, IngestReport, read_head
 from rag_blend.models import ModelAdapter, adapter_for, cache_argument_of, lock_of
 from rag_blend.policy import DEFAULT_SELECTOR, PolicyChooser, PolicyInfo, Ratio
+from rag_blend.prefixes import PrefixCache
 from rag_blend.primer import Primer
 from rag_blend.prompt import prompt_ids
 from rag_blend.runner import BlendPolicy, PromptRunner
@@ -111,6 +113,8 @@ class BlendEngine:
             plain full prefill.
         shadow: Share of the answered prompts that are compared with full prefill in the background, when the model
             is free; see `drift`. 0: none.
+        prefix_cache_bytes: Memory in which prompts that were prefilled exactly stay, with their answers: a later
+            prompt that begins the same (asked again, or the next turn of a chat) goes on from there. 0: none stays.
 
     Raises:
         UnsupportedModelError: The model cannot be blended correctly.
@@ -132,10 +136,12 @@ class BlendEngine:
         any_head: bool = False,
         on_unsupported: str = "error",
         shadow: float = 0.0,
+        prefix_cache_bytes: int = 256 * 2**20,
     ) -> None:
         self._policies = PolicyChooser(selector, recompute_ratio)
         if on_unsupported not in {"error", "full"}:
             raise ValueError(f"on_unsupported must be 'error' or 'full', not {on_unsupported!r}")
+        self._prefixes = PrefixCache(prefix_cache_bytes)
         self._model = model.eval()
         self.tokenizer = tokenizer
         self._lock = lock_of(model)
@@ -305,12 +311,12 @@ class BlendEngine:
         policy = self._policies.resolve(selector, recompute_ratio, reuse)
         ids = self._checked_ids(prompt, add_special_tokens)
 
-        def call(cache: BlendCache | None) -> tuple[torch.Tensor, Cache]:
-            return self._forward(ids, cache)
+        def call(cache: BlendCache | None) -> tuple[tuple[torch.Tensor, Cache, float], Sequence[int]]:
+            return (*self._forward(ids, cache), time.perf_counter()), ids.tolist()
 
         with self._lock:
-            (logits, cache), stats = self._run(ids, policy, call)
-        return Prefill(logits, cache, replace(stats, ttft_s=time.perf_counter() - started))
+            (logits, cache, finished), stats = self._run(ids, policy, call)
+        return Prefill(logits, cache, replace(stats, ttft_s=finished - started))
 
     def generate(
         self,
@@ -389,6 +395,7 @@ class BlendEngine:
         """
         documents = set(doc_ids)
         with self._lock:
+            self._prefixes.clear()  # any of them may have the text in it
             samples = self._primer.drawn_from(documents)
             keys = self._store.forget(documents, samples.primes)
             self._catalog.remove(keys)
@@ -400,6 +407,7 @@ class BlendEngine:
     def refresh(self) -> None:
         """Take over what other processes have stored since this engine was made, a calibration included."""
         with self._lock:
+            self._prefixes.clear()  # another process may have forgotten something
             self._policies.adopt(load_verdict(self._store, self._priming))
             self._primer.reload()
             self._catalog.clear()  # not replaced: an ingestion that waits for the lock goes on with it
@@ -408,9 +416,10 @@ class BlendEngine:
                     self._catalog.add(key, header.origin, header.token_ids)
 
     def close(self) -> None:
-        """Release the store's handles; do not use the engine afterwards. The model stays the caller's."""
+        """Release handles and memory; do not use the engine afterwards. The model stays the caller's."""
         self._shadow.close()
         with self._lock:
+            self._prefixes.clear()
             self._backend.close()
 
     def __enter__(self) -> BlendEngine:
@@ -492,7 +501,7 @@ class BlendEngine:
         max_new_tokens = min(wanted, self.context_window - len(ids))
         arguments = generate_arguments(self._model, self.tokenizer, max_new_tokens, stop, clock, kwargs)
 
-        def call(cache: BlendCache | None) -> list[int]:
+        def call(cache: BlendCache | None) -> tuple[list[int], Sequence[int]]:
             given: dict[str, Any] = {} if cache is None else {self._cache_argument: cache}
             if streamer is not None:
                 streamer.restart()
@@ -500,11 +509,11 @@ class BlendEngine:
             input_ids = self._input(ids)
             output = self._model.generate(input_ids, attention_mask=torch.ones_like(input_ids), **arguments, **given)
             sequences = output if isinstance(output, torch.Tensor) else output.sequences
-            new_ids: list[int] = sequences[0, len(ids) :].tolist()
-            return new_ids
+            all_ids: list[int] = sequences[0].tolist()
+            return all_ids[len(ids) :], all_ids
 
         with self._turn(cancel):
-            new_ids, stats = self._run(ids, policy, call, max_new_tokens, cancel)
+            new_ids, stats = self._run(ids, policy, call, max_new_tokens, cancel, steers_only(kwargs))
         if cancel.is_set():
             raise GenerationCancelledError("cancelled")
         if stats.mode == "blend" and new_ids:
@@ -529,9 +538,9 @@ class BlendEngine:
                 raise GenerationCancelledError("the engine is being closed")
             return hidden_states
 
-        def call(cache: BlendCache) -> tuple[torch.Tensor, Cache]:
+        def call(cache: BlendCache) -> tuple[tuple[torch.Tensor, Cache], Sequence[int]]:
             with adapter.layer_hooks(check, cache):
-                return self._forward(query.ids, cache)
+                return self._forward(query.ids, cache), query.ids.tolist()
 
         runner = PromptRunner(adapter, self._store)
         (logits, cache), stats = runner.run(query.ids, self._catalog, policy, call, cancel=stop)
@@ -550,13 +559,15 @@ class BlendEngine:
         self,
         ids: np.ndarray,
         policy: BlendPolicy,
-        call: Callable[[BlendCache | None], T],
+        call: Callable[[BlendCache | None], tuple[T, Sequence[int]]],
         room: int = 0,
         cancel: threading.Event | None = None,
+        with_prefixes: bool = True,
     ) -> tuple[T, GenerationStats]:
         if self._adapter is None:
-            return call(None), GenerationStats(prompt_tokens=len(ids), fresh_tokens=len(ids))
-        return PromptRunner(self._adapter, self._store).run(ids, self._catalog, policy, call, room, cancel)
+            return call(None)[0], GenerationStats(prompt_tokens=len(ids), fresh_tokens=len(ids))
+        runner = PromptRunner(self._adapter, self._store, self._prefixes if with_prefixes else None)
+        return runner.run(ids, self._catalog, policy, call, room, cancel)
 
 
 def _require_strings(name: str, values: Iterable[str]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import queue
 import threading
 import time
@@ -12,6 +13,7 @@ from typing import Any
 import torch
 from transformers import (
     GenerationConfig,
+    GenerationMixin,
     PreTrainedModel,
     PreTrainedTokenizerBase,
     StoppingCriteria,
@@ -29,14 +31,14 @@ class GenerationStats:
 
     Attributes:
         prompt_tokens: Length of the prompt.
-        prefix_tokens: Reused without approximation.
+        prefix_tokens: Reused without approximation, from stored chunks or from an earlier prompt.
         reused_tokens: Reused from chunks cached in another context.
         recomputed_tokens: Covered by such a chunk, but computed through all layers.
-        fresh_tokens: Covered by no chunk.
+        fresh_tokens: Covered by neither.
         recompute_ratio: Fresh q/k/v rows of reused and recomputed tokens, as a share of layers x those tokens; what a
             selector computes in order to choose (dropped tokens, a pass of the question) is included.
         mode: ``"blend"`` when chunks were laid out, even if all their tokens were recomputed; ``"prefix"`` when only
-            exact rows were reused; ``"full"`` when there was nothing stored.
+            exact rows were reused; ``"full"`` when there was nothing to reuse.
         ttft_s: Seconds from the call to the first new token (or to the logits, for `prefill`).
         load_s: Seconds the reader spent on the stored rows, mostly hidden behind the computation.
         hits: Stored chunks that were laid out in the prompt.
@@ -103,6 +105,9 @@ class FirstTokenClock(StoppingCriteria):
 DEFAULT_NEW_TOKENS = 256
 # Each of these would put another cache, or none, in the place of the blended one.
 _CONTRADICTORY = ("cache", "cache_implementation", "inputs_embeds", "past_key_values", "prefill_chunk_size")
+_STEERING = (vars(GenerationConfig()).keys() | inspect.signature(GenerationMixin.generate).parameters.keys()) - {
+    "custom_generate"
+}
 
 
 def wanted_tokens(max_new_tokens: int | None, config: GenerationConfig, prompt_tokens: int) -> int:
@@ -158,6 +163,15 @@ def generate_arguments(
         pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
         arguments.setdefault("pad_token_id", pad)
     return arguments
+
+
+def steers_only(kwargs: Mapping[str, Any]) -> bool:
+    """Whether these arguments of ``model.generate`` do no more than choose tokens.
+
+    Others go to the model's forward (``position_ids``, ``adapter_names``) or replace the loop: rows computed under
+    them may not be those that other calls get.
+    """
+    return not kwargs.keys() - _STEERING
 
 
 def cut_at_stop(text: str, stop: Sequence[str]) -> str:

@@ -42,18 +42,27 @@ class Segment:
 
 @dataclass(frozen=True, slots=True)
 class BlendPlan:
-    """A prompt of `num_tokens` tokens and its reused segments, in order and without overlap.
+    """A prompt and what is reused of it; everything else is fresh: it is always computed.
 
-    Everything between the segments is fresh: no stored chunk covers it, so it is always computed.
+    Attributes:
+        num_tokens: Length of the prompt.
+        segments: What stored chunks cover, in order and without overlap.
+        kept: So many tokens at the start, in front of all segments, are those of an earlier prompt: exact.
     """
 
     num_tokens: int
     segments: tuple[Segment, ...]
+    kept: int = 0
+
+    @property
+    def reuses(self) -> bool:
+        """Whether anything is reused at all."""
+        return bool(self.kept or self.segments)
 
     @property
     def exact_tokens(self) -> int:
         """Tokens reused without any approximation."""
-        return sum(len(s) for s in self.segments if s.exact)
+        return self.kept + sum(len(s) for s in self.segments if s.exact)
 
     @property
     def blended(self) -> tuple[Segment, ...]:
@@ -67,16 +76,16 @@ class BlendPlan:
 
     @property
     def fresh(self) -> Positions:
-        """Positions that no segment covers, ascending."""
-        covered = np.zeros(self.num_tokens, dtype=bool)
+        """Positions of which nothing is reused, ascending."""
+        covered = np.arange(self.num_tokens) < self.kept
         for segment in self.segments:
             covered[segment.start : segment.end] = True
         return np.flatnonzero(~covered)
 
     @property
     def question(self) -> Positions:
-        """Positions behind the last segment: what is asked about the chunks. Never empty."""
-        return np.arange(self.segments[-1].end if self.segments else 0, self.num_tokens, dtype=np.int64)
+        """Positions behind everything reused: what is asked about the chunks. Never empty."""
+        return np.arange(self.segments[-1].end if self.segments else self.kept, self.num_tokens, dtype=np.int64)
 
     @property
     def keys(self) -> frozenset[str]:
@@ -90,7 +99,9 @@ def positions_of(segments: Iterable[Segment]) -> Positions:
     return np.concatenate(parts) if parts else np.empty(0, dtype=np.int64)
 
 
-def plan_blend(num_tokens: int, prefix: Sequence[Match], chunks: Sequence[Match], min_tokens: int = 16) -> BlendPlan:
+def plan_blend(
+    num_tokens: int, prefix: Sequence[Match], chunks: Sequence[Match], min_tokens: int = 16, kept: int = 0
+) -> BlendPlan:
     """Lay out a prompt.
 
     Args:
@@ -98,12 +109,14 @@ def plan_blend(num_tokens: int, prefix: Sequence[Match], chunks: Sequence[Match]
         prefix: Matches whose values are exact at their place (the head, a first chunk cached behind that head).
         chunks: Other matches; where they overlap an exact one they are trimmed to what is left.
         min_tokens: Shorter remainders are not worth a segment.
+        kept: Tokens at the start that come from an earlier prompt; matches are trimmed to what is behind them.
 
     Returns:
         The plan. The prompt's last token is never reused: its logits are what the prefill is for.
     """
     taken = np.zeros(num_tokens, dtype=bool)
     taken[num_tokens - 1 :] = True
+    taken[:kept] = True
     segments: list[Segment] = []
     for match, exact in [*((m, True) for m in prefix), *((m, False) for m in chunks)]:
         least = 1 if exact else min_tokens
@@ -111,7 +124,7 @@ def plan_blend(num_tokens: int, prefix: Sequence[Match], chunks: Sequence[Match]
             if end - start >= least:
                 taken[start:end] = True
                 segments.append(Segment(start, end, match.key, match.offset + start - match.start, exact))
-    return BlendPlan(num_tokens, tuple(sorted(segments, key=lambda s: s.start)))
+    return BlendPlan(num_tokens, tuple(sorted(segments, key=lambda s: s.start)), kept)
 
 
 def _free_runs(taken: npt.NDArray[np.bool_], start: int, end: int) -> list[tuple[int, int]]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from types import TracebackType
 
@@ -44,6 +44,7 @@ class LayerPrefetcher:
         angles: Of all positions of the prompt.
         room: Tokens to leave space for behind the prompt.
         depth: How many layers may be ready before they are used; bounds memory, not speed.
+        kept: Rows of the plan's `kept` tokens, keys after RoPE, (num_kv_heads, num_tokens, head_dim) for each layer.
 
     Raises:
         LostChunkError: A chunk of the plan cannot be opened.
@@ -57,10 +58,12 @@ class LayerPrefetcher:
         angles: Angles,
         room: int,
         depth: int = 4,
+        kept: Sequence[LayerKV] = (),
     ) -> None:
         self._plan = plan
         self._store = store
         self._adapter = adapter
+        self._kept = kept
         self._angles = angles
         self._capacity = plan.num_tokens + room
         self._slots = threading.Semaphore(depth)
@@ -111,6 +114,9 @@ class LayerPrefetcher:
         adapter = self._adapter
         shape = (1, adapter.num_kv_heads, self._capacity, adapter.head_dim)
         whole = LayerKV(*(torch.empty(shape, dtype=adapter.dtype, device=adapter.device) for _ in range(2)))
+        if self._plan.kept:
+            for side, rows in zip(whole, self._kept[layer_idx], strict=True):
+                side[0, :, : self._plan.kept] = rows
         read = {key: self._read(chunk, layer_idx) for key, chunk in self._chunks.items()}
         for segment in self._plan.segments:
             self._put(segment, read[segment.key], whole)

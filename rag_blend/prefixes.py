@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -14,13 +14,14 @@ from rag_blend.chunk import LayerKV
 MIN_TOKENS = 16  # fewer are computed as fast as they are copied
 
 
-class Prefix(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Prefix:
     """The beginning of a prompt, as it was prefilled.
 
     Attributes:
         token_ids: Its ids, int32, shape (num_tokens,).
-        layers: One `LayerKV` per layer, keys after RoPE, (num_kv_heads, at least num_tokens, head_dim) each; not to
-            be written to.
+        layers: One `LayerKV` per layer, keys after RoPE, (num_kv_heads, num_tokens, head_dim) each; not to be
+            written to.
         frequencies: The RoPE frequencies of the prompts it is true for, see `Rotary.frequencies`.
     """
 
@@ -46,9 +47,12 @@ class Prefix(NamedTuple):
         return Prefix(self.token_ids[:num_tokens], layers, self.frequencies)
 
     def copy(self) -> Prefix:
-        """The same, in memory of its own, beside the processor."""
-        layers = [LayerKV(*(torch.empty(side.shape, dtype=side.dtype).copy_(side) for side in kv)) for kv in self.layers]
+        """The same in main memory of its own, whatever it was a part of."""
+        layers = [LayerKV(_copy(kv.keys), _copy(kv.values)) for kv in self.layers]
         return Prefix(self.token_ids.copy(), layers, self.frequencies)
+
+
+NOTHING = Prefix(np.empty(0, dtype=np.int32), (), torch.empty(0))
 
 
 class PrefixCache:
@@ -79,19 +83,20 @@ class PrefixCache:
         """Memory that the rows take."""
         return sum(prefix.num_bytes for prefix in self._kept)
 
-    def find(self, token_ids: np.ndarray, frequencies: torch.Tensor) -> Prefix | None:
-        """The longest kept beginning of a prompt, without its last token; None if it is not worth it."""
-        found = max(self._kept, key=lambda prefix: prefix.common(token_ids, frequencies), default=None)
-        length = 0 if found is None else min(found.common(token_ids, frequencies), len(token_ids) - 1)
-        if found is None or length < MIN_TOKENS:
-            return None
+    def find(self, token_ids: np.ndarray, frequencies: torch.Tensor) -> Prefix:
+        """The longest kept beginning of a prompt, without its last token; `NOTHING` if it is not worth it."""
+        found = max(reversed(self._kept), key=lambda prefix: prefix.common(token_ids, frequencies), default=NOTHING)
+        length = min(found.common(token_ids, frequencies), len(token_ids) - 1)
+        if length < MIN_TOKENS:
+            return NOTHING
         self._touch(found)
         return found.first(length)
 
     def keep(self, prefix: Prefix) -> None:
         """Keep a copy of a prompt's beginning, or as much of it as there is memory for."""
-        per_token = prefix.num_bytes // prefix.layers[0].keys.shape[1]
-        prefix = prefix.first(min(len(prefix), self._max_bytes // per_token))
+        if len(prefix) < MIN_TOKENS:
+            return
+        prefix = prefix.first(self._max_bytes * len(prefix) // prefix.num_bytes)
         if len(prefix) < MIN_TOKENS:
             return
         for kept in self._kept:
@@ -109,3 +114,7 @@ class PrefixCache:
 
     def _touch(self, prefix: Prefix) -> None:
         self._kept = [*(kept for kept in self._kept if kept is not prefix), prefix]
+
+
+def _copy(rows: torch.Tensor) -> torch.Tensor:
+    return torch.empty(rows.shape, dtype=rows.dtype).copy_(rows)

@@ -44,6 +44,15 @@ class Rotary:
         cos, sin = self._module(like, torch.arange(num_tokens, device=device)[None])
         return Angles(cos[0], sin[0])
 
+    def frequencies(self, num_tokens: int, device: torch.device) -> torch.Tensor:
+        """What tells whether two prompts have the same angles: those of position 1, float32, shape (2 * rotary_dim,).
+
+        Only with dynamic and long RoPE do they depend on `num_tokens`, the prompt's length.
+        """
+        like = torch.empty(1, dtype=torch.float32, device=device)
+        cos, sin = self._module(like, torch.tensor([[1, num_tokens - 1]], device=device))
+        return torch.cat([cos[0, 0], sin[0, 0]]).cpu()
+
     def rotate(self, keys: torch.Tensor, angles: Angles) -> torch.Tensor:
         """Put keys at positions.
 

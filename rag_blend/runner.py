@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
@@ -12,12 +12,14 @@ import numpy as np
 import torch
 
 from rag_blend.blend import BlendPass
-from rag_blend.cache import BlendCache
+from rag_blend.cache import BlendCache, kv_of
 from rag_blend.catalog import ChunkCatalog
+from rag_blend.chunk import LayerKV
 from rag_blend.generation import GenerationStats
 from rag_blend.models import ModelAdapter
 from rag_blend.plan import BlendPlan, Positions, plan_blend
 from rag_blend.prefetch import LayerPrefetcher, LostChunkError
+from rag_blend.prefixes import Prefix, PrefixCache
 from rag_blend.probe import ProbePass
 from rag_blend.rows import LayerSource
 from rag_blend.selectors import AttentionSelector, TokenSelector, selector_of
@@ -26,6 +28,7 @@ from rag_blend.store import KVStore
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
+Call = Callable[[BlendCache], tuple[T, Sequence[int]]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +62,11 @@ class BlendPolicy:
         return self.ratio == 1.0 or isinstance(self.selector, AllSelector)
 
     @property
+    def is_check(self) -> bool:
+        """Whether the prompt is to be computed whatever is known of it, to see what full prefill says."""
+        return not self.reuse or self.recomputes_everything
+
+    @property
     def acting_selector(self) -> TokenSelector:
         """The selector that does it."""
         return AllSelector() if self.recomputes_everything else self.selector
@@ -70,18 +78,20 @@ class PromptRunner:
     Args:
         adapter: The model.
         store: Where stored rows come from.
+        prefixes: Earlier prompts, to which exact ones are added. None: neither is done.
     """
 
-    def __init__(self, adapter: ModelAdapter, store: KVStore) -> None:
+    def __init__(self, adapter: ModelAdapter, store: KVStore, prefixes: PrefixCache | None = None) -> None:
         self._adapter = adapter
         self._store = store
+        self._prefixes = PrefixCache(0) if prefixes is None else prefixes
 
     def run(
         self,
         ids: np.ndarray,
         catalog: ChunkCatalog,
         policy: BlendPolicy,
-        call: Callable[[BlendCache], T],
+        call: Call[T],
         room: int = 0,
         cancel: threading.Event | None = None,
     ) -> tuple[T, GenerationStats]:
@@ -91,27 +101,48 @@ class PromptRunner:
             ids: The prompt, int32, shape (num_tokens,).
             catalog: Chunks that may be used; those that prove unusable are removed from it.
             policy: How to treat the prompt.
-            call: Runs the model's forward or `generate` on the whole prompt with the given cache. It is called again
-                if a chunk turns out to be damaged during the prefill.
+            call: Runs the model's forward or `generate` on the whole prompt with the given cache; returns a value and
+                the ids of prompt and answer. It is called again if a chunk turns out to be damaged during the prefill.
             room: How many tokens will be decoded.
             cancel: Checked before each layer.
 
         Returns:
-            What `call` returned, and the prompt's stats without `ttft_s`.
+            The value that `call` returned, and the prompt's stats without `ttft_s`.
         """
+        prefixes = PrefixCache(0) if policy.is_check else self._prefixes
+        frequencies = self._adapter.rotary.frequencies(len(ids), self._adapter.device)
+        kept = prefixes.find(ids, frequencies)
         lost = 0
         while True:
-            plan, elsewhere, vanished = self._plan(ids, catalog, policy)
+            plan, elsewhere, vanished = self._plan(ids, catalog, policy, len(kept))
             lost += vanished
             try:
-                value, stats = self._run_plan(ids, plan, policy, call, room, cancel)
+                value, token_ids, cache, stats = self._run_plan(ids, plan, kept, policy, call, room, cancel)
             except LostChunkError as error:
                 catalog.remove([error.key])
                 lost += 1
                 continue
+            if not plan.blended:
+                self._keep(prefixes, token_ids, cache, frequencies)
             return value, replace(stats, misses=lost + elsewhere)
 
-    def _plan(self, ids: np.ndarray, catalog: ChunkCatalog, policy: BlendPolicy) -> tuple[BlendPlan, int, int]:
+    def _keep(
+        self, prefixes: PrefixCache, token_ids: Sequence[int], cache: BlendCache, frequencies: torch.Tensor
+    ) -> None:
+        """Keep what the cache holds of a prompt and its answer, if it is just that."""
+        length = cache.get_seq_length()
+        if not 0 <= len(token_ids) - length <= 1:  # an answer's last token has no row; assisted decoding may have more
+            return
+        if not torch.equal(frequencies, self._adapter.rotary.frequencies(length, self._adapter.device)):
+            return  # the answer has made the prompt so long that its rows have other angles
+        layers = [kv_of(cache, layer_idx) for layer_idx in range(self._adapter.num_layers)]
+        if len(layers[0].keys) == 1:  # beams are several
+            rows = [LayerKV(kv.keys[0], kv.values[0]) for kv in layers]
+            prefixes.keep(Prefix(np.asarray(token_ids[:length], dtype=np.int32), rows, frequencies))
+
+    def _plan(
+        self, ids: np.ndarray, catalog: ChunkCatalog, policy: BlendPolicy, kept: int
+    ) -> tuple[BlendPlan, int, int]:
         """What to reuse; how many chunks are stored for another head; how many were gone when they were looked for."""
         if not policy.reuse:
             return BlendPlan(len(ids), ()), 0, 0
@@ -124,30 +155,32 @@ class PromptRunner:
         if policy.recomputes_everything:  # even what would be exact, but for 16-bit storage
             plan = plan_blend(len(ids), [], [*found.prefix, *found.chunks])
         else:
-            plan = plan_blend(len(ids), found.prefix, found.chunks)
+            plan = plan_blend(len(ids), found.prefix, found.chunks, kept=kept)
         return plan, len(found.elsewhere), len(found.lost)
 
     def _run_plan(
         self,
         ids: np.ndarray,
         plan: BlendPlan,
+        kept: Prefix,
         policy: BlendPolicy,
-        call: Callable[[BlendCache], T],
+        call: Call[T],
         room: int,
         cancel: threading.Event | None,
-    ) -> tuple[T, GenerationStats]:
+    ) -> tuple[T, Sequence[int], BlendCache, GenerationStats]:
         adapter = self._adapter
-        if not plan.segments:
+        if not plan.reuses:
+            cache = BlendCache(adapter.num_layers, room)
             stats = GenerationStats(prompt_tokens=plan.num_tokens, fresh_tokens=plan.num_tokens)
-            return call(BlendCache(adapter.num_layers, room)), stats
+            return *call(cache), cache, stats
         angles = adapter.rotary.angles(plan.num_tokens, adapter.device)
-        with LayerPrefetcher(plan, self._store, adapter, angles, room) as prefetcher:
+        with LayerPrefetcher(plan, self._store, adapter, angles, room, kept=kept.layers) as prefetcher:
             chosen, source, charge = self._select(ids, plan, policy, prefetcher, cancel)
             blend = BlendPass(adapter, plan, chosen, source, policy.acting_selector, policy.ratio, cancel)
             cache = BlendCache(adapter.num_layers, room, blend)
             with adapter.packing(), adapter.layer_hooks(blend.before_layer, cache):
-                value = call(cache)
-        return value, _stats_of(plan, blend, adapter.num_layers, charge, prefetcher.load_s)
+                value, token_ids = call(cache)
+        return value, token_ids, cache, _stats_of(plan, blend, adapter.num_layers, charge, prefetcher.load_s)
 
     def _select(
         self,

@@ -123,6 +123,7 @@ def make_engine(tokenizer: PreTrainedTokenizerFast) -> Iterator[Callable[..., Bl
             "storage": None,
             "prime": "none",
             "kv_dtype": torch.float32,
+            "prefix_cache_bytes": 0,  # a prompt asked twice is computed twice; tests/test_prefixes.py switches it on
             "tokenizer": tokenizer,
             **options,
         }

@@ -74,6 +74,16 @@ def test_matches_may_reach_beyond_the_prompt() -> None:
     assert plan_blend(30, [], [match("x", 50, 100)]).segments == ()
 
 
+def test_tokens_of_an_earlier_prompt_come_before_everything() -> None:
+    plan = plan_blend(100, [match("head", 0, 10), match("first", 10, 20)], [match("x", 35, 40)], kept=25)
+    assert plan.segments == (Segment(25, 30, "first", 15, True), Segment(35, 75, "x", 0, False))
+    assert plan.exact_tokens == 30
+    assert plan.fresh.tolist() == [*range(30, 35), *range(75, 100)]
+    alone = plan_blend(30, [match("head", 0, 10)], [], kept=20)
+    assert alone.segments == () and alone.reuses and not plan_blend(30, [], []).reuses
+    assert alone.question.tolist() == alone.fresh.tolist() == list(range(20, 30))
+
+
 def test_positions_of() -> None:
     segments = [Segment(5, 7, "a", 0, False), Segment(1, 3, "b", 0, True)]
     assert positions_of(segments).tolist() == [5, 6, 1, 2]

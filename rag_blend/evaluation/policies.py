@@ -15,7 +15,10 @@ from rag_blend.selectors import selector_names as known_selectors
 
 PRIMES = ("none", "sample", "preceding")
 _WITHOUT_RATIO = ("all", "none")  # they recompute everything or nothing, whatever the ratio
-_OWN_FIELDS = ("self", "model", "tokenizer", "storage", "selector", "recompute_ratio", "prime", "kv_dtype", "shadow")
+_OWN_FIELDS = (
+    "self", "model", "tokenizer", "storage", "selector", "recompute_ratio", "prime", "kv_dtype", "shadow",
+    "prefix_cache_bytes",
+)  # fmt: skip
 _PRESETS = {"published": "none/hkvd:0.15", "reuse": "none/none"}
 _SYNTAX = "prime/selector[:ratio][,option=value...] (none/hkvd:0.15), or one of: default, published, reuse"
 

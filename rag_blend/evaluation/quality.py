@@ -81,7 +81,8 @@ class QualityBench:
             stack.callback(backend.close)
             groups = {policy.group: policy for policy in policies}
             self._engines = {
-                group: BlendEngine(model, tokenizer, backend, **policy.engine_arguments)
+                # Without kept prompts: a policy must not find what another one has computed of the same prompt.
+                group: BlendEngine(model, tokenizer, backend, **policy.engine_arguments, prefix_cache_bytes=0)
                 for group, policy in groups.items()
             }
             self._open = stack.pop_all()
