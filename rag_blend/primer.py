@@ -10,112 +10,24 @@ what other texts would give (docs/how_it_works.md has the figures).
 
 from __future__ import annotations
 
-import hashlib
-import json
 import logging
 from collections.abc import Iterator, Sequence
 from collections.abc import Set as AbstractSet
-from dataclasses import dataclass
 from importlib import resources
-from itertools import combinations, islice
+from itertools import islice
 from typing import NamedTuple
 
 import numpy as np
-from numpy.lib.stride_tricks import sliding_window_view
 from transformers import PreTrainedTokenizerBase
 
-from rag_blend.chunk import NO_TOKENS, Context, digest_ids, digest_json
+from rag_blend.likeness import SHARED_RUN, PrimingText, without_overlap
 from rag_blend.prompt import chunk_ids, chunk_separator
+from rag_blend.sample import KIND, UNPRIMED, Priming, Sample, draw_sample
 from rag_blend.store import KVStore
 
 logger = logging.getLogger(__name__)
 
 _NOTHING = np.empty(0, dtype=np.int32)
-_KIND = "prime-sample"
-_PASSAGES = 4  # a sample is drawn from at least this many passages
-_SHARED_RUN = 16  # a chunk that shares so many consecutive tokens with a priming text is not primed with it
-_OVERLAP_RUN = 8  # tokens by which an overlap is recognised
-_GRAM = 4
-_ALONE = 0.3  # weight of the cache behind the head alone in the mean that is stored of a primed chunk
-_MIN_DISTINCT_GRAMS = 0.7  # prose is above 0.9
-_MAX_SHARED_GRAMS = 0.15  # nor one that shares more of its 4-grams: prose of one collection shares under 5 %
-
-
-class Priming(NamedTuple):
-    """What a chunk is primed with.
-
-    Attributes:
-        texts: Token ids of the priming texts, int32; none for an unprimed chunk.
-        kind: Stands in front of the digest where texts are too many to be known one by one.
-    """
-
-    texts: tuple[np.ndarray, ...]
-    kind: str = ""
-
-    @property
-    def digest(self) -> str:
-        """What the chunk names as its priming."""
-        if not self.texts:
-            return NO_TOKENS
-        return self.kind + digest_json({"texts": [digest_ids(text) for text in self.texts], "alone": _ALONE})
-
-    def contexts(self, head: np.ndarray) -> tuple[Context, ...]:
-        """What the chunk is prefilled behind, and how the caches are weighted."""
-        if not self.texts:
-            return (Context(head, 1.0),)
-        weight = (1.0 - _ALONE) / len(self.texts)
-        return (*(Context(np.concatenate([head, text]), weight) for text in self.texts), Context(head, _ALONE))
-
-
-UNPRIMED = Priming(())
-
-
-@dataclass(frozen=True, slots=True)
-class Sample:
-    """Priming texts drawn from the collection: one more than a chunk needs, because it must not be primed with itself.
-
-    Attributes:
-        texts: Token ids of each.
-        documents: The documents they were drawn from.
-    """
-
-    texts: tuple[np.ndarray, ...]
-    documents: frozenset[str]
-
-    @property
-    def primes(self) -> frozenset[str]:
-        """What chunks primed with some of its texts may name as their priming."""
-        counts = range(1, len(self.texts) + 1)
-        return frozenset(Priming(some).digest for count in counts for some in combinations(self.texts, count))
-
-    def to_json(self, namespace: str) -> bytes:
-        """As a small record, which tells whose it is: whoever forgets a document must find it."""
-        record = {
-            "kind": _KIND,
-            "namespace": namespace,
-            "documents": sorted(self.documents),
-            "texts": [text.tolist() for text in self.texts],
-        }
-        return json.dumps({**record, "digest": digest_json(record)}).encode()
-
-    @classmethod
-    def from_json(cls, data: bytes, namespace: str) -> Sample:
-        """From a record made by `to_json`.
-
-        Raises:
-            ValueError: It is damaged, something else, or of another tenant.
-        """
-        try:
-            record = json.loads(data)
-            kind, owner, digest = record["kind"], record["namespace"], record.pop("digest")
-        except (LookupError, TypeError, AttributeError, RecursionError) as error:
-            raise ValueError(f"not a priming sample: {error}") from error
-        if (kind, owner) != (_KIND, namespace):
-            raise ValueError(f"not a priming sample of the tenant {namespace!r}")
-        if digest_json(record) != digest:
-            raise ValueError("a priming sample that does not match its digest")
-        texts = tuple(np.asarray(text, dtype=np.int32) for text in record["texts"])
-        return cls(texts, frozenset(record["documents"]))
 
 
 class DrawnSamples(NamedTuple):
@@ -157,7 +69,7 @@ class Primer:
         self._num_texts = num_texts
         self._sampling = choice in {"sample", "preceding"} and num_tokens > 0
         self._preceding = f"preceding {num_tokens} " if choice == "preceding" and num_tokens > 0 else ""
-        self._record = store.record_name(_KIND, f"{num_texts} of {num_tokens}")
+        self._record = store.record_name(KIND, f"{num_texts} of {num_tokens}")
         self._separator = chunk_separator(tokenizer)
         self._fixed = UNPRIMED  # until there is a sample, and for chunks that resemble all of it
         if self._sampling:
@@ -166,7 +78,7 @@ class Primer:
         elif choice not in {"none", "sample", "preceding"}:
             self._fixed = Priming((self._ended(chunk_ids(tokenizer, [choice])[0]),))
         self._sample: Sample | None = None
-        self._texts: list[_PrimingText] = []
+        self._texts: list[PrimingText] = []
         self.reload()
 
     def accepts(self, prime: str) -> bool:
@@ -176,7 +88,7 @@ class Primer:
     def reload(self) -> None:
         """Take over the sample that this or another process has recorded, or that it was dropped."""
         self._sample = self._recorded_sample() if self._sampling else None
-        self._texts = [_PrimingText(text) for text in self._sample.texts] if self._sample else []
+        self._texts = [PrimingText(text) for text in self._sample.texts] if self._sample else []
         self._digests = {self._fixed.digest, *(self._sample.primes if self._sample else ())}
 
     def learn(self, chunks: Sequence[np.ndarray], documents: Sequence[str]) -> None:
@@ -239,7 +151,7 @@ class Primer:
 
     def _preceding_of(self, chunk: np.ndarray, before: np.ndarray) -> Priming | None:
         text = without_overlap(before, chunk)
-        if len(text) < _SHARED_RUN or _PrimingText(text).resembles(chunk):
+        if len(text) < SHARED_RUN or PrimingText(text).resembles(chunk):
             return None
         return Priming((text,), self._preceding)
 
@@ -260,75 +172,3 @@ class Primer:
             logger.warning("the recorded priming sample cannot be read: %s", error)
             return self._sample
         return None
-
-
-def draw_sample(
-    chunks: Sequence[np.ndarray], documents: Sequence[str], num_tokens: int, num_texts: int, separator: np.ndarray
-) -> Sample | None:
-    """Disjoint priming texts of `num_tokens` each from several passages of a collection.
-
-    The choice depends on the passages' contents only, not on their order. Of long passages the end is taken, and
-    behind each stands the separator, as it will in front of a chunk in a prompt.
-
-    Returns:
-        None when the collection is not four times as long as the texts and varied (too many of its chunks would be
-        primed with parts of themselves), or has too few passages.
-    """
-    # Repetitive passages (tables, numbered items) make chunks continue the pattern instead of reading themselves.
-    varied = [pair for pair in zip(chunks, documents, strict=True) if _is_varied(pair[0])]
-    # Of copies, one that belongs to a document counts: it must be known when that document is forgotten.
-    passages = sorted(varied, key=lambda passage: passage[1] != "")
-    unique = {chunk.tobytes(): (chunk, document) for chunk, document in passages}
-    if sum(len(chunk) for chunk, _ in unique.values()) < 4 * num_texts * num_tokens:
-        return None
-    order = sorted(unique, key=lambda raw: hashlib.sha256(raw).digest())
-    texts, sources = [], set()
-    longest = max(_SHARED_RUN, num_tokens // _PASSAGES - len(separator))
-    for _ in range(num_texts):
-        text = _NOTHING
-        while len(text) < num_tokens and order:
-            chunk, document = unique[order.pop()]
-            text = np.concatenate([text, chunk[-longest:], separator])
-            sources.add(document)
-        if len(text) < num_tokens:
-            return None
-        texts.append(text[-num_tokens:])
-    return Sample(tuple(texts), frozenset(sources - {""}))
-
-
-def without_overlap(before: np.ndarray, chunk: np.ndarray) -> np.ndarray:
-    """What stands in front of a chunk, without the part that the chunk itself begins with (splitters' overlap)."""
-    start = chunk[1 : 1 + _OVERLAP_RUN]  # the very first token may be another one at the edge of a text
-    if len(start) < _OVERLAP_RUN or len(before) < _OVERLAP_RUN:
-        return before
-    found = np.flatnonzero((sliding_window_view(before, _OVERLAP_RUN) == start).all(axis=1))
-    return before[: max(0, int(found[-1]) - 1)] if len(found) else before
-
-
-class _PrimingText:
-    """A priming text that can tell whether a chunk repeats it.
-
-    A chunk primed with its own likeness (a neighbour of the same table, form or boilerplate) copies from the priming
-    text, which then is not there in the prompt.
-    """
-
-    def __init__(self, token_ids: np.ndarray) -> None:
-        self.token_ids = token_ids
-        self._runs = set(_grams(token_ids, _SHARED_RUN))
-        self._grams = set(_grams(token_ids, _GRAM))
-
-    def resembles(self, chunk: np.ndarray) -> bool:
-        """Whether they share a long run, or many short ones."""
-        if not self._runs.isdisjoint(_grams(chunk, _SHARED_RUN)):
-            return True
-        grams = _grams(chunk, _GRAM)
-        return sum(gram in self._grams for gram in grams) > _MAX_SHARED_GRAMS * len(grams)
-
-
-def _is_varied(chunk: np.ndarray) -> bool:
-    grams = _grams(chunk, _GRAM)
-    return len(set(grams)) >= _MIN_DISTINCT_GRAMS * len(grams)
-
-
-def _grams(ids: np.ndarray, length: int) -> list[bytes]:
-    return [ids[i : i + length].tobytes() for i in range(len(ids) - length + 1)]

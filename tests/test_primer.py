@@ -12,8 +12,10 @@ from contracts.kv import token_ids
 from transformers import PreTrainedTokenizerFast
 
 from rag_blend.chunk import NO_TOKENS
-from rag_blend.primer import Primer, Priming, Sample, draw_sample, without_overlap
+from rag_blend.likeness import without_overlap
+from rag_blend.primer import Primer
 from rag_blend.prompt import chunk_ids, chunk_separator
+from rag_blend.sample import Priming, Sample, draw_sample
 from rag_blend.storage import StorageBackend
 from rag_blend.storage.disk import DiskBackend
 from rag_blend.storage.memory import MemoryBackend
