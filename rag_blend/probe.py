@@ -22,7 +22,7 @@ from rag_blend.models import ModelAdapter
 from rag_blend.models.attention import attending
 from rag_blend.plan import BlendPlan
 from rag_blend.rows import LayerSource, Replay, RowSet
-from rag_blend.selectors.base import PROBE_ROWS, Scores
+from rag_blend.selectors.base import Scores, probe_rows
 
 _ATTENTION = "rag_blend_probe"
 
@@ -47,7 +47,7 @@ class ProbePass:
         self._adapter = adapter
         self._source = source
         self._cancel = cancel
-        asking = plan.question[-PROBE_ROWS:]
+        asking = plan.question[-probe_rows(plan) :]
         others = np.setdiff1d(plan.fresh, asking, assume_unique=True)
         positions, absent = (torch.from_numpy(side).to(adapter.device) for side in (asking, others))
         self._rows = RowSet(adapter, plan.num_tokens, positions, absent if len(absent) else None)

@@ -48,6 +48,31 @@ def test_by_default_the_look_ahead_is_part_of_the_work(
     assert len(selector().select_by_attention(plan, None, equal, equal)) == chosen
 
 
+@pytest.mark.parametrize(("reusable", "question", "ahead"), [(1700, 100, True), (1500, 100, False), (600, 10, True)])
+def test_anchor_looks_ahead_where_that_is_cheap(reusable: int, question: int, ahead: bool) -> None:
+    plan = BlendPlan(reusable + question, (Segment(0, reusable, "a", 0, False),))
+    assert AnchorSelector().looks_ahead(plan, None) == ahead
+    assert AnchorSelector().looks_ahead(plan, 0.07)
+    assert ProbeSelector().looks_ahead(plan, None)
+
+
+def test_where_the_look_ahead_is_dear_anchor_takes_first_tokens(make_engine: MakeEngine, texts: list[str]) -> None:
+    engine = make_engine(prime=random_text(50, 30))
+    engine.ingest(texts, progress=False)
+    prompt = "\n\n".join([*texts, "and where is the old lamp? " * 12])
+    stats = engine.prefill(prompt).stats
+    each = int(0.095 * (stats.reused_tokens + stats.recomputed_tokens) + 1) // len(texts)
+    assert 1 <= each < 8  # these chunks are short
+    assert stats.recomputed_tokens == each * len(texts)
+    assert stats.recompute_ratio < 0.1  # nothing else is charged
+
+
+def test_first_tokens_are_eight_where_chunks_are_long() -> None:
+    segments = tuple(Segment(200 * i, 200 * i + 190, str(i), 0, False) for i in range(4))
+    chosen = AnchorSelector().select(BlendPlan(900, segments), None)
+    assert chosen.tolist() == [start + i for start in (0, 200, 400, 600) for i in range(8)]
+
+
 def test_anchor_weighs_attention_with_the_root_of_staleness() -> None:
     received, staleness = scores(p13=3.0, p14=2.0, p40=1.9), scores(p13=0.1, p14=0.4, p40=1.6)
     # 3 * sqrt(.1) = .95, 2 * sqrt(.4) = 1.26, 1.9 * sqrt(1.6) = 2.4

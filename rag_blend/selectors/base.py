@@ -85,8 +85,12 @@ class AttentionSelector(TokenSelector):
         reusable = len(plan.reusable)
         if ratio is not None:
             return share_of(reusable, ratio)
-        left = share_of(reusable, self.default_work) - min(PROBE_ROWS, len(plan.question))
+        left = share_of(reusable, self.default_work) - probe_rows(plan)
         return max(left, share_of(reusable, _LEAST_SHARE))
+
+    def looks_ahead(self, plan: BlendPlan, ratio: float | None) -> bool:
+        """Whether to run the pass for this prompt; if not, `select` chooses."""
+        return True
 
     @abstractmethod
     def select_by_attention(
@@ -103,14 +107,19 @@ class AttentionSelector(TokenSelector):
         """
 
     def select(self, plan: BlendPlan, ratio: float | None) -> Positions:
-        """Not possible without a probe."""
-        raise NotImplementedError(f"{type(self).__name__} needs a probe")
+        """Only for selectors that do not always look ahead."""
+        raise NotImplementedError(f"{type(self).__name__} always looks ahead")
 
 
 # The pass runs the last tokens of a prompt: there stands the question proper. 32 of them choose as well as all 75 of
 # the question with its instructions.
 PROBE_ROWS = 32
 _LEAST_SHARE = 0.02
+
+
+def probe_rows(plan: BlendPlan) -> int:
+    """How many rows the look ahead runs."""
+    return min(PROBE_ROWS, len(plan.question))
 
 
 def top(candidates: Positions, scores: Scores, count: int) -> Positions:
