@@ -27,6 +27,10 @@ from rag_blend.selectors.base import Scores, probe_rows
 _ATTENTION = "rag_blend_probe"
 
 
+class _SeenEnough(Exception):  # not an error: it ends the model's forward
+    pass
+
+
 class ProbePass:
     """One pass of the question over stored rows; use it once.
 
@@ -54,32 +58,40 @@ class ProbePass:
         self._fetched: dict[int, LayerKV] = {}
         self._received = torch.zeros(plan.num_tokens, device=adapter.device)
         self._first_heard = adapter.num_layers // 2
+        self._end = max(self._first_heard + 1, adapter.num_layers * 3 // 4)
 
     @property
     def computed(self) -> int:
         """Rows whose q/k/v the pass computes, summed over layers."""
-        return len(self._rows) * self._adapter.num_layers
+        return len(self._rows) * self._end
 
     def run(self, input_ids: torch.Tensor) -> tuple[Scores, LayerSource]:
         """Run the pass over the prompt, shape (1, num_tokens).
 
         Returns:
             The attention that each prompt token receives from the question, averaged over heads, question tokens and
-            the second half of the layers (the first half looks at words more than at answers), float32, shape
-            (num_tokens,); and a source of the same rows for the pass that follows, which computes the fresh ones
-            again.
+            the third quarter of the layers (the first half looks at words more than at answers, the last quarter tells
+            nothing new), float32, shape (num_tokens,); and a source of the same rows for the pass that follows, which
+            computes the fresh ones again.
         """
         cache = BlendCache(self._adapter.num_layers, placer=self)
         arguments = {self._adapter.cache_argument: cache}
-        with torch.no_grad(), self._observed(), self._adapter.layer_hooks(self.before_layer, cache):
+        with (
+            contextlib.suppress(_SeenEnough),
+            torch.no_grad(),
+            self._observed(),
+            self._adapter.layer_hooks(self.before_layer, cache),
+        ):
             self._adapter.model.base_model(input_ids=input_ids, use_cache=True, **arguments)
-        received = self._received / (self._adapter.num_layers - self._first_heard)
+        received = self._received / (self._end - self._first_heard)
         return received.cpu().numpy(), Replay(self._fetched, self._source)
 
     def before_layer(self, layer_idx: int, hidden_states: torch.Tensor, kwargs: dict[str, Any]) -> torch.Tensor:
         """A `LayerHook`."""
         if self._cancel is not None and self._cancel.is_set():
             raise GenerationCancelledError("cancelled during prefill")
+        if layer_idx == self._end:
+            raise _SeenEnough
         if layer_idx == 0:
             hidden_states = hidden_states[:, self._rows.positions]
         kwargs.update(self._rows.arguments(kwargs))

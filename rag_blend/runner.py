@@ -192,7 +192,7 @@ class PromptRunner:
     ) -> tuple[Positions, LayerSource, int]:
         """The tokens to recompute, where the stored rows are now, and the rows that choosing them has cost."""
         selector = policy.acting_selector
-        if not isinstance(selector, AttentionSelector) or not selector.looks_ahead(plan, policy.ratio):
+        if not isinstance(selector, AttentionSelector):
             return selector.select(plan, policy.ratio), source, 0
         if not len(plan.reusable):
             return plan.reusable, source, 0

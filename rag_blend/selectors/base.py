@@ -85,12 +85,8 @@ class AttentionSelector(TokenSelector):
         reusable = len(plan.reusable)
         if ratio is not None:
             return share_of(reusable, ratio)
-        left = share_of(reusable, self.default_work) - probe_rows(plan)
+        left = share_of(reusable, self.default_work) - probe_rows(plan) * 3 // 4  # it ends after 3/4 of the layers
         return max(left, share_of(reusable, _LEAST_SHARE))
-
-    def looks_ahead(self, plan: BlendPlan, ratio: float | None) -> bool:
-        """Whether to run the pass for this prompt; if not, `select` chooses."""
-        return True
 
     @abstractmethod
     def select_by_attention(
@@ -107,8 +103,8 @@ class AttentionSelector(TokenSelector):
         """
 
     def select(self, plan: BlendPlan, ratio: float | None) -> Positions:
-        """Only for selectors that do not always look ahead."""
-        raise NotImplementedError(f"{type(self).__name__} always looks ahead")
+        """Not possible without a look ahead."""
+        raise NotImplementedError(f"{type(self).__name__} needs a look ahead")
 
 
 # The pass runs the last tokens of a prompt: there stands the question proper. 32 of them choose as well as all 75 of
