@@ -1,4 +1,4 @@
-# make demo: index real documents and watch three answers to each question.   make test: everything CI checks.
+# make demo: index real documents and watch four answers to each question.   make test: everything CI checks.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
