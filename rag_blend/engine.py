@@ -14,12 +14,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 import torch
-from transformers import (
-    AutoModelForCausalLM,
-    AutoTokenizer,
-    PreTrainedModel,
-    PreTrainedTokenizerBase,
-)
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.cache_utils import Cache
 
 from rag_blend.cache import BlendCache
@@ -50,6 +45,7 @@ from rag_blend.generation import (
 )
 from rag_blend.info import context_window_of
 from rag_blend.ingest import Ingester, IngestReport, read_head
+from rag_blend.loading import load
 from rag_blend.models import ModelAdapter, adapter_for, cache_argument_of, lock_of
 from rag_blend.policy import DEFAULT_SELECTOR, PolicyChooser, PolicyInfo, Ratio
 from rag_blend.prefixes import PrefixCache
@@ -192,15 +188,7 @@ class BlendEngine:
             UnsupportedModelError: The model cannot be blended correctly.
             OSError: There is no such model.
         """
-        if _looks_local(path_or_hub_id) and not os.path.isdir(path_or_hub_id):
-            raise FileNotFoundError(f"there is no model directory {os.fspath(path_or_hub_id)!r}")
-        device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-        dtype = dtype or (torch.float32 if device.type == "cpu" else "auto")
-        loading = {"attn_implementation": "sdpa", "dtype": dtype, **(model_kwargs or {})}
-        shared = {k: v for k, v in loading.items() if k in {"revision", "trust_remote_code", "local_files_only"}}
-        tokenizer = AutoTokenizer.from_pretrained(path_or_hub_id, **shared)
-        model = AutoModelForCausalLM.from_pretrained(path_or_hub_id, **loading)
-        model.to(device)  # type: ignore[arg-type]  # transformers' annotation lost the argument
+        model, tokenizer = load(path_or_hub_id, device, dtype, model_kwargs)
         return cls(model, tokenizer, storage, selector, recompute_ratio, prime, namespace=namespace, **options)
 
     @property
@@ -573,9 +561,3 @@ class BlendEngine:
 def _require_strings(name: str, values: Iterable[str]) -> None:
     if isinstance(values, str) or not all(isinstance(value, str) for value in values):
         raise TypeError(f"{name} must be a list of strings")
-
-
-def _looks_local(path_or_hub_id: str | os.PathLike[str]) -> bool:
-    """A hub id is `name` or `owner/name`; anything else must be a path."""
-    text = os.fspath(path_or_hub_id)
-    return not isinstance(path_or_hub_id, str) or text.startswith((os.sep, ".", "~")) or text.count("/") > 1

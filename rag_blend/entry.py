@@ -27,7 +27,7 @@ MAX_HEADER_BYTES = 1 << 20
 _FIRST_READ = 1 << 14  # enough for the header of most models: one read instead of two
 _DTYPES = {"F16": torch.float16, "BF16": torch.bfloat16, "F32": torch.float32}
 _IDS = "token_ids"
-_STALENESS = "chunk_staleness"  # sorted in front of the layers: one read brings header, ids and this
+_STALENESS = "chunk_staleness"  # safetensors sorts by name: so it lies beside header and ids, in front of the layers
 
 
 @dataclass(frozen=True, slots=True)

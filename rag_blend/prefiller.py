@@ -50,11 +50,13 @@ class ChunkPrefiller:
         ids = np.zeros((len(chunks), max(map(len, chunks))), dtype=np.int32)
         for row, chunk in enumerate(chunks):
             ids[row, : len(chunk)] = chunk  # padding behind a chunk is invisible to it
+        if len(self._contexts) == 1:
+            return [Prefilled(layers, None) for layers in self._behind(0, ids, chunks)]
         means = [_Mean() for _ in chunks]
         for number, context in enumerate(self._contexts):
             for mean, layers in zip(means, self._behind(number, ids, chunks), strict=True):
                 mean.add(layers, context.weight)
-        return [mean.result(several=len(self._contexts) > 1) for mean in means]
+        return [mean.result() for mean in means]
 
     def _behind(self, number: int, ids: np.ndarray, chunks: Sequence[np.ndarray]) -> list[list[LayerKV]]:
         context = self._contexts[number].token_ids
@@ -103,9 +105,7 @@ class _Mean:
             total.values.add_(addend.values)
         self._squares = [total + addend for total, addend in zip(self._squares, squares, strict=True)]
 
-    def result(self, several: bool) -> Prefilled:
-        if not several:
-            return Prefilled(self._layers, None)
+    def result(self) -> Prefilled:
         means = [_mean_square(side) for layer in self._layers for side in layer]
         # E[x^2] - E[x]^2, each side of each layer by its own scale
         spread = [(square - mean).clamp(min=0) / mean.mean() for square, mean in zip(self._squares, means, strict=True)]

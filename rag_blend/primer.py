@@ -27,6 +27,7 @@ from rag_blend.store import KVStore
 
 logger = logging.getLogger(__name__)
 
+CHOICES = ("none", "sample", "preceding")  # anything else is a text
 _NOTHING = np.empty(0, dtype=np.int32)
 
 
@@ -75,7 +76,7 @@ class Primer:
         if self._sampling:
             bundled = (resources.files("rag_blend") / "data" / "prime.txt").read_text("utf-8")
             self._fixed = Priming((self._ended(chunk_ids(tokenizer, [bundled])[0])[-num_tokens:],))
-        elif choice not in {"none", "sample", "preceding"}:
+        elif choice not in CHOICES:
             self._fixed = Priming((self._ended(chunk_ids(tokenizer, [choice])[0]),))
         self._sample: Sample | None = None
         self._texts: list[PrimingText] = []
@@ -138,9 +139,11 @@ class Primer:
         """
         in_front: dict[str, np.ndarray] = {}
         for chunk, document in zip(chunks, documents, strict=True):
-            before = in_front.get(document, _NOTHING)
-            yield (self._preceding_of(chunk, before) if self._preceding else None) or self.priming_of(chunk)
-            if document:
+            if not (self._preceding and document):
+                yield self.priming_of(chunk)
+            else:
+                before = in_front.get(document, _NOTHING)
+                yield self._preceding_of(chunk, before) or self.priming_of(chunk)
                 in_front[document] = self._ended(np.concatenate([before, chunk]))[-self._num_tokens :]
 
     def priming_of(self, chunk: np.ndarray) -> Priming:

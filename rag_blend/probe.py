@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Iterator
-from contextvars import ContextVar
 from typing import Any
 
 import numpy as np
@@ -79,7 +77,7 @@ class ProbePass:
         with (
             contextlib.suppress(_SeenEnough),
             torch.no_grad(),
-            self._observed(),
+            attending(self._adapter.config, _ATTENTION, self.attend),
             self._adapter.layer_hooks(self.before_layer, cache),
         ):
             self._adapter.model.base_model(input_ids=input_ids, use_cache=True, **arguments)
@@ -104,25 +102,17 @@ class ProbePass:
         self._fetched[layer_idx] = whole
         return whole, len(self._received)
 
-    @contextlib.contextmanager
-    def _observed(self) -> Iterator[None]:
-        """Let the model's attention report its weights, for the time of the pass."""
-        running = _RUNNING.set(self)
-        try:
-            with attending(self._adapter.config, _ATTENTION, _attend):
-                yield
-        finally:
-            _RUNNING.reset(running)
-
     def attend(
         self,
+        module: torch.nn.Module,
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,
         attention_mask: torch.Tensor | None,
         scaling: float,
+        **kwargs: Any,
     ) -> tuple[torch.Tensor, None]:
-        """Plain attention of few rows; query is (1, num_heads, num_rows, head_dim)."""
+        """Plain attention of few rows, as `packed_attention`; query is (1, num_heads, num_rows, head_dim)."""
         _, heads, rows, dim = query.shape
         kv_heads = key.shape[1]
         grouped = query.reshape(kv_heads, heads // kv_heads * rows, dim)
@@ -134,22 +124,6 @@ class ProbePass:
             self._received += weights.mean(dim=(0, 1, 2))
         output = torch.matmul(weights.to(value.dtype).view(kv_heads, -1, key.shape[2]), value[0])
         return output.view(1, heads, rows, value.shape[-1]).transpose(1, 2).contiguous(), None
-
-
-# The registry of attention functions is global, a pass belongs to one thread.
-_RUNNING: ContextVar[ProbePass] = ContextVar("running probe")
-
-
-def _attend(
-    module: torch.nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attention_mask: torch.Tensor | None,
-    scaling: float,
-    **kwargs: Any,
-) -> tuple[torch.Tensor, None]:
-    return _RUNNING.get().attend(query, key, value, attention_mask, scaling)
 
 
 def _masked(scores: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -10,7 +13,7 @@ from conftest import FAMILIES, ROPES, random_model
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from rag_blend.models import adapter_for
-from rag_blend.models.attention import packed_attention
+from rag_blend.models.attention import attending, packed_attention
 from rag_blend.rope import Rotary
 
 
@@ -70,3 +73,27 @@ def test_the_model_gets_its_attention_back() -> None:
     eager = random_model(attn_implementation="eager")
     with adapter_for(eager).packing():
         assert eager.config._attn_implementation == "eager"
+
+
+def test_attention_of_ours_is_this_threads_own() -> None:
+    """Somebody else who runs the model meanwhile neither calls it nor gets something else than the model's results."""
+    model = random_model()
+    ids = torch.arange(5, 45)[None]
+    called: list[threading.Thread] = []
+
+    def watching(*args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
+        called.append(threading.current_thread())
+        return packed_attention(*args, **kwargs)
+
+    def run() -> torch.Tensor:
+        with torch.no_grad():
+            return model(input_ids=ids).logits
+
+    stock = run()
+    with attending(model.config, "watching", watching), ThreadPoolExecutor(1) as other:
+        assert torch.allclose(other.submit(run).result(), stock, atol=1e-5)
+        assert called == []
+        assert torch.allclose(run(), stock, atol=1e-5)
+    assert set(called) == {threading.current_thread()} and len(called) == 2
+    run()
+    assert len(called) == 2

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -127,6 +128,24 @@ def test_the_look_ahead_ends_after_three_quarters_of_the_layers(
     assert stats.recompute_ratio == pytest.approx(32 * run / (num_layers * reusable))
     full = engine.prefill(prompt, recompute_ratio=1.0).logits
     torch.testing.assert_close(full, engine.prefill(prompt, reuse=False).logits, atol=1e-4, rtol=1e-4)
+
+
+def test_damage_behind_the_end_of_the_look_ahead_costs_a_recompute(
+    make_engine: MakeEngine, texts: list[str], tmp_path: Path
+) -> None:
+    """The look ahead has used three of four layers when the last one proves damaged."""
+    engine = make_engine(model=random_model(num_hidden_layers=4), storage=tmp_path, prime=random_text(50, 30))
+    engine.ingest(texts, progress=False)
+    prompt = "\n\n".join([*texts, "and where is the old lamp?"])
+    hits = engine.prefill(prompt).stats.hits
+    for file in tmp_path.glob("??/*.safetensors"):
+        raw = bytearray(file.read_bytes())
+        raw[-1] ^= 1
+        file.write_bytes(raw)
+    answer = engine.prefill(prompt)
+    assert answer.stats.misses == hits == engine.counts()["corrupt"] == len(texts)
+    assert answer.stats.mode == "full"
+    assert torch.equal(answer.logits, engine.prefill(prompt, reuse=False).logits)
 
 
 def test_rows_that_nobody_computed_are_invisible_to_the_probe(

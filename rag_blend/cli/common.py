@@ -95,15 +95,12 @@ def load_model(path: Path, dtype: str | None) -> tuple[Any, Any]:
     if dtype is not None and dtype not in _DTYPES:
         raise ValueError(f"unknown dtype {dtype!r}; known: {', '.join(_DTYPES)}")
     import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer
     from transformers.utils.logging import disable_progress_bar
 
+    from rag_blend.loading import load
+
     disable_progress_bar()  # of loading weights: noise between our own
-    tokenizer = AutoTokenizer.from_pretrained(path)
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    compute = getattr(torch, dtype) if dtype else torch.float32 if device == "cpu" else "auto"
-    model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=compute, attn_implementation="sdpa")
-    return model.to(device), tokenizer
+    return load(path, dtype=getattr(torch, dtype) if dtype else None)
 
 
 def console_of() -> Console:

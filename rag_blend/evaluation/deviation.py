@@ -7,9 +7,7 @@ rows of the prompt attend to. Both are taken from prefills that the engine itsel
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator, Sequence
-from contextvars import ContextVar
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -137,7 +135,8 @@ class PromptDeviation:
     def _observed(self, **options: Any) -> tuple[list[torch.Tensor], Prefill]:
         """A prefill, and per layer the question's attention to what is in front of it."""
         recorder = _Recorder(self._prompt)
-        with recorder.recording(self._model):
+        # The lock, because the attention function is swapped for every user of the model.
+        with lock_of(self._model), attending(self._model.config, _ATTENTION, recorder.attend):
             prefill = self._engine.prefill(self._prompt.ids.tolist(), **options)
         return [recorder.attention[layer_idx] for layer_idx in sorted(recorder.attention)], prefill
 
@@ -182,18 +181,21 @@ class _Recorder:
         self._num_tokens = len(prompt.ids)
         self.attention: dict[int, torch.Tensor] = {}  # by layer: (question tokens, tokens in front), mean over heads
 
-    @contextlib.contextmanager
-    def recording(self, model: PreTrainedModel) -> Iterator[None]:
-        """Record the prefill that runs meanwhile in this thread."""
-        running = _RUNNING.set(self)
-        try:
-            # The lock, because the attention function is swapped for every user of the model.
-            with lock_of(model), attending(model.config, _ATTENTION, _attend):
-                yield
-        finally:
-            _RUNNING.reset(running)
+    def attend(
+        self,
+        module: torch.nn.Module,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        **kwargs: Any,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """`packed_attention`, recorded."""
+        layer_idx: Any = module.layer_idx
+        self._record(layer_idx, query, key, attention_mask, kwargs["scaling"])
+        return packed_attention(module, query, key, value, attention_mask, **kwargs)
 
-    def record(
+    def _record(
         self, layer_idx: int, query: torch.Tensor, key: torch.Tensor, mask: torch.Tensor | None, scaling: float
     ) -> None:
         """Take rows in order of the prompt, (1, num_heads, num_rows, head_dim), of which the question's are last."""
@@ -206,20 +208,3 @@ class _Recorder:
         hidden = torch.ones(rows, num_keys, dtype=torch.bool, device=key.device).triu(self._start + 1)
         weights = scores.masked_fill_(hidden, -torch.inf).softmax(-1)
         self.attention[layer_idx] = weights[..., : self._start].mean(dim=0)
-
-
-# The registry of attention functions is global, a recording belongs to one thread.
-_RUNNING: ContextVar[_Recorder] = ContextVar("running recorder")
-
-
-def _attend(
-    module: torch.nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attention_mask: torch.Tensor | None,
-    **kwargs: Any,
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    layer_idx: Any = module.layer_idx
-    _RUNNING.get().record(layer_idx, query, key, attention_mask, kwargs["scaling"])
-    return packed_attention(module, query, key, value, attention_mask, **kwargs)

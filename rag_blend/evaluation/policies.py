@@ -10,10 +10,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from rag_blend.engine import BlendEngine
+from rag_blend.primer import CHOICES as PRIMES
 from rag_blend.selectors import TokenSelector
 from rag_blend.selectors import selector_names as known_selectors
 
-PRIMES = ("none", "sample", "preceding")
 _WITHOUT_RATIO = ("all", "none")  # they recompute everything or nothing, whatever the ratio
 _OWN_FIELDS = (
     "self", "model", "tokenizer", "storage", "selector", "recompute_ratio", "prime", "kv_dtype", "shadow",

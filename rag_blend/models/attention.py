@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedC
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
+AttentionFunction = Callable[..., tuple[torch.Tensor, torch.Tensor | None]]  # see `packed_attention`
 _NAME = "rag_blend_packed"
 
 
@@ -65,13 +67,26 @@ def packing(config: PreTrainedConfig) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def attending(config: PreTrainedConfig, name: str, function: Callable[..., Any]) -> Iterator[None]:
-    """Let a model use an attention function of ours, known to transformers by `name`, for the time being."""
-    AttentionInterface.register(name, function)
+def attending(config: PreTrainedConfig, name: str, function: AttentionFunction) -> Iterator[None]:
+    """Let a model use an attention function of ours, known to transformers by `name`, for the time being.
+
+    The function is this thread's. The registry is everybody's: whoever else runs the model meanwhile gets
+    `packed_attention`.
+    """
+    AttentionInterface.register(name, _attend)
     AttentionMaskInterface.register(name, sdpa_mask)  # or decoding several tokens at once would get no mask
     usual = config._attn_implementation
+    acting = _ACTING.set(function)
     config._attn_implementation = name
     try:
         yield
     finally:
         config._attn_implementation = usual
+        _ACTING.reset(acting)
+
+
+_ACTING: ContextVar[AttentionFunction] = ContextVar("acting attention function", default=packed_attention)
+
+
+def _attend(*args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
+    return _ACTING.get()(*args, **kwargs)
