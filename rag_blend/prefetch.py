@@ -15,7 +15,7 @@ import torch
 from rag_blend.chunk import LayerKV
 from rag_blend.errors import CorruptChunkError, StoreError
 from rag_blend.models import ModelAdapter
-from rag_blend.plan import BlendPlan, Segment
+from rag_blend.plan import BlendPlan
 from rag_blend.rope import Angles
 from rag_blend.store import KVStore, StoredChunk
 
@@ -65,7 +65,10 @@ class LayerPrefetcher:
         self._adapter = adapter
         self._kept = kept
         self._angles = angles
+        self._device, self._dtype = adapter.device, adapter.dtype  # the model looks them up among all its modules
         self._capacity = plan.num_tokens + room
+        shape = (1, adapter.num_kv_heads, plan.num_tokens, adapter.head_dim)
+        self._unrotated = torch.zeros(shape, device=self._device)  # one layer's keys, float32; only the reader uses it
         self._slots = threading.Semaphore(depth)
         self._stopped = threading.Event()
         self.load_s = 0.0  # time spent reading and preparing, in whatever thread
@@ -111,15 +114,20 @@ class LayerPrefetcher:
         return kv
 
     def _assemble(self, layer_idx: int) -> LayerKV:
-        adapter = self._adapter
-        shape = (1, adapter.num_kv_heads, self._capacity, adapter.head_dim)
-        whole = LayerKV(*(torch.empty(shape, dtype=adapter.dtype, device=adapter.device) for _ in range(2)))
-        if self._plan.kept:
-            for side, rows in zip(whole, self._kept[layer_idx], strict=True):
-                side[0, :, : self._plan.kept] = rows
+        heads, head_dim = self._adapter.num_kv_heads, self._adapter.head_dim
+        shape = (1, heads, self._capacity, head_dim)
+        whole = LayerKV(*(torch.empty(shape, dtype=self._dtype, device=self._device) for _ in range(2)))
         read = {key: self._read(chunk, layer_idx) for key, chunk in self._chunks.items()}
         for segment in self._plan.segments:
-            self._put(segment, read[segment.key], whole)
+            rows = slice(segment.offset, segment.offset + len(segment))
+            stored = read[segment.key]
+            self._unrotated[0, :, segment.start : segment.end] = stored.keys[:, rows]
+            whole.values[0, :, segment.start : segment.end] = stored.values[:, rows]
+        # All rows at once, also those that nothing is stored of: many small rotations take longer.
+        self._adapter.rotary.rotate_into(whole.keys[:, :, : self._plan.num_tokens], self._unrotated, self._angles)
+        if self._plan.kept:
+            for side, kept in zip(whole, self._kept[layer_idx], strict=True):
+                side[0, :, : self._plan.kept] = kept
         return whole
 
     def _read(self, chunk: StoredChunk, layer_idx: int) -> LayerKV:
@@ -134,14 +142,7 @@ class LayerPrefetcher:
         except OSError as error:
             self._store.count_unavailable(chunk.key, error)
             raise LostChunkError(chunk.key) from error
-        return LayerKV(kv.keys.to(self._adapter.device), kv.values.to(self._adapter.device))
-
-    def _put(self, segment: Segment, stored: LayerKV, whole: LayerKV) -> None:
-        rows = slice(segment.offset, segment.offset + len(segment))
-        angles = self._angles.at(segment.start, segment.end)
-        place = whole.keys[:, :, segment.start : segment.end]
-        self._adapter.rotary.rotate_into(place, stored.keys[None, :, rows], angles)
-        whole.values[0, :, segment.start : segment.end] = stored.values[:, rows]
+        return LayerKV(kv.keys.to(self._device), kv.values.to(self._device))
 
     def close(self) -> None:
         """Stop reading and release the entries."""

@@ -201,10 +201,15 @@ class _Recorder:
         """Take rows in order of the prompt, (1, num_heads, num_rows, head_dim), of which the question's are last."""
         kv_heads, num_keys, dim = key.shape[1:]
         rows = self._num_tokens - self._start
-        if mask is not None and (mask.shape[2] < rows or int(mask[0, 0, -rows].sum()) != self._start + 1):
+        if mask is not None and (mask.shape[2] < rows or _num_visible(mask[0, 0, -rows]) != self._start + 1):
             raise ValueError("a part of the question is stored as a chunk: its attention cannot be compared")
         grouped = query[:, :, -rows:].float().reshape(kv_heads, -1, dim)
         scores = torch.matmul(grouped, key[0].float().transpose(1, 2)).mul_(scaling).view(-1, rows, num_keys)
         hidden = torch.ones(rows, num_keys, dtype=torch.bool, device=key.device).triu(self._start + 1)
         weights = scores.masked_fill_(hidden, -torch.inf).softmax(-1)
         self.attention[layer_idx] = weights[..., : self._start].mean(dim=0)
+
+
+def _num_visible(row: torch.Tensor) -> int:
+    """How many keys a row of a mask, boolean or additive, lets through."""
+    return int((row if row.dtype == torch.bool else row == 0).sum())

@@ -68,8 +68,11 @@ class ModelAdapter:
 
     @property
     def attention_is_additive(self) -> bool:
-        """Whether masks are added to the scores (eager) instead of being boolean (sdpa)."""
-        return bool(self.config._attn_implementation == "eager")
+        """Whether masks are added to the scores instead of being boolean.
+
+        Eager attention takes no others, and sdpa on a CPU would make a boolean one additive in each layer anew.
+        """
+        return self.config._attn_implementation == "eager" or self.device.type == "cpu"
 
     def packing(self) -> contextlib.AbstractContextManager[None]:
         """Within it, attention of few rows does not copy the keys for every query head."""
