@@ -399,9 +399,9 @@ class BlendEngine:
             self._policies.adopt(load_verdict(self._store, self._priming))
             self._primer.reload()
             self._catalog.clear()  # not replaced: an ingestion that waits for the lock goes on with it
-            for key, header in self._store.scan():
-                if header.origin.prime == NO_TOKENS == header.origin.head or self._primer.accepts(header.origin.prime):
-                    self._catalog.add(key, header.origin, header.token_ids)
+            for chunk in self._store.scan():
+                if chunk.origin.prime == NO_TOKENS == chunk.origin.head or self._primer.accepts(chunk.origin.prime):
+                    self._catalog.add(*chunk)
 
     def close(self) -> None:
         """Release handles and memory; do not use the engine afterwards. The model stays the caller's."""

@@ -8,6 +8,7 @@ import threading
 from collections import Counter, OrderedDict
 from collections.abc import Iterable, Iterator, Mapping
 from collections.abc import Set as AbstractSet
+from types import TracebackType
 from typing import NamedTuple
 
 import numpy as np
@@ -16,6 +17,7 @@ import torch
 from rag_blend.chunk import ChunkKV, ChunkOrigin, LayerKV, chunk_key, digest_json
 from rag_blend.entry import EntryHeader, encode_entry, read_header, read_layer
 from rag_blend.errors import ChunkNotFoundError, CorruptChunkError, FingerprintMismatchError, StoreError
+from rag_blend.label import ListedChunk, label_of, read_label
 from rag_blend.storage import EntryReader, StorageBackend
 
 logger = logging.getLogger(__name__)
@@ -49,6 +51,14 @@ class StoredChunk:
     def close(self) -> None:
         """Release the entry."""
         self._reader.close()
+
+    def __enter__(self) -> StoredChunk:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
 
 
 class WrittenChunk(NamedTuple):
@@ -100,7 +110,7 @@ class KVStore:
         """
         key = chunk_key(chunk.origin, chunk.token_ids)
         data = encode_entry(chunk, self._kv_dtype)
-        self.backend.write(key, data)
+        self.backend.write(key, data, label_of(chunk.origin, chunk.token_ids))
         return WrittenChunk(key, len(data))
 
     def open(self, key: str) -> StoredChunk:
@@ -162,8 +172,10 @@ class KVStore:
                 self._headers.popitem(last=False)
         return stored.header.token_ids
 
-    def scan(self, any_model: bool = False) -> Iterator[tuple[str, EntryHeader]]:
+    def scan(self, any_model: bool = False) -> Iterator[ListedChunk]:
         """All entries of this model and tenant; others are counted and skipped.
+
+        An entry is opened only if the backend has lost its label, so a damaged one may be listed.
 
         Args:
             any_model: Those of the tenant's other models as well.
@@ -207,30 +219,35 @@ class KVStore:
     def _primed_with(self, primes: AbstractSet[str]) -> list[str]:
         if not primes:
             return []
-        return [key for key, header in self._scan(any_model=True) if header.origin.prime in primes]
+        return [chunk.key for chunk in self._scan(any_model=True) if chunk.origin.prime in primes]
 
-    def _scan(self, any_model: bool) -> Iterator[tuple[str, EntryHeader]]:
+    def _scan(self, any_model: bool) -> Iterator[ListedChunk]:
         """Like `scan`, but a listing that breaks off is an OSError."""
         unreadable = 0
-        for key in self.backend.keys():
+        for key, label in self.backend.labels():
             try:
-                stored = self._open(key, any_model, logging.DEBUG)
+                yield self._listed(key, label, any_model)
             except (ChunkNotFoundError, FingerprintMismatchError):
                 continue
             except StoreError:
                 unreadable += 1
-                continue
-            stored.close()
-            yield key, stored.header
         if unreadable:  # one line, however many: a store is opened again and again
             logger.warning("%d stored cache entries cannot be read, they will be recomputed", unreadable)
+
+    def _listed(self, key: str, label: bytes, any_model: bool) -> ListedChunk:
+        described = read_label(label, key)
+        if described is None:
+            with self._open(key, any_model, logging.DEBUG) as stored:
+                return ListedChunk(key, stored.header.origin, stored.header.token_ids)
+        self._refuse_foreign(described.origin, any_model)
+        return described
 
     def _open(self, key: str, any_model: bool = False, level: int = logging.WARNING) -> StoredChunk:
         try:
             reader = self.backend.open(key)
             try:
                 header = read_header(reader, key)
-                self._refuse_foreign(header, any_model)
+                self._refuse_foreign(header.origin, any_model)
             except BaseException:
                 reader.close()
                 raise
@@ -249,8 +266,7 @@ class KVStore:
     def _document(self, document: str) -> str:
         return json.dumps([self.namespace, document])  # no choice of names makes two tenants' documents meet
 
-    def _refuse_foreign(self, header: EntryHeader, any_model: bool) -> None:
-        origin = header.origin
+    def _refuse_foreign(self, origin: ChunkOrigin, any_model: bool) -> None:
         if origin.namespace != self.namespace or not (any_model or origin.fingerprint == self.fingerprint):
             self._count("foreign")
             raise FingerprintMismatchError("made by another model, tokenizer or dtype, or for another tenant")

@@ -169,7 +169,7 @@ def test_tenants_never_meet(store: KVStore) -> None:
     keys = [s.put(chunk_of(s)).key for s in (store, other)]
     assert keys[0] != keys[1]
     for mine, s, theirs in ((keys[0], store, keys[1]), (keys[1], other, keys[0])):
-        assert [key for key, _ in s.scan()] == [mine]
+        assert [key for key, *_ in s.scan()] == [mine]
         assert s.has(mine) and not s.has(theirs)
         with pytest.raises(FingerprintMismatchError):
             s.open(theirs)
@@ -273,7 +273,7 @@ class _Silent(EntryReader):
 
 
 class _Flaky(MemoryBackend):
-    """Memory whose methods can be told to fail."""
+    """Memory whose methods can be told to fail, and which keeps no labels."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -295,6 +295,9 @@ class _Flaky(MemoryBackend):
         yield from super().keys()
         if "keys" in self.fails:
             raise OSError(errno.EIO, "Input/output error")
+
+    def labels(self) -> Iterator[tuple[str, bytes]]:
+        return StorageBackend.labels(self)
 
     def unlink(self, documents: Set[str]) -> None:
         if "unlink" in self.fails:
@@ -351,7 +354,7 @@ def test_a_listing_that_breaks_off_gives_what_it_had() -> None:
     store = store_on(backend)
     keys = {store.put(chunk_of(store, seed)).key for seed in range(3)}
     backend.fails.add("keys")
-    assert {key for key, _ in store.scan()} == keys
+    assert {key for key, *_ in store.scan()} == keys
     assert store.counts == {"unavailable": 1}
 
 
@@ -365,11 +368,11 @@ def test_scan_gives_only_what_is_whole_and_ours(store: KVStore) -> None:
     other = store_on(store.backend, namespace="other")
     other.put(chunk_of(other))
     store.backend.write("a" * 64, b"no entry at all")
-    found = dict(store.scan())
-    assert set(found) == mine - {spoilt}
-    assert all(header.origin.namespace == "tenant" for header in found.values())
+    found = list(store.scan())
+    assert {chunk.key for chunk in found} == mine - {spoilt}
+    assert all(chunk.origin.namespace == "tenant" for chunk in found)
     assert store.counts == {"corrupt": 2, "foreign": 1}
-    assert dict(store.scan()).keys() == found.keys()
+    assert {chunk.key for chunk in store.scan()} == mine - {spoilt}
     assert store.counts == {"corrupt": 2, "foreign": 2}  # the damaged ones are out of the way
 
 
@@ -377,8 +380,8 @@ def test_scan_of_any_model_stays_with_the_tenant(store: KVStore) -> None:
     other_model = store_on(store.backend, _changed("weights"))
     other_tenant = store_on(store.backend, namespace="other")
     keys = [s.put(chunk_of(s)).key for s in (store, other_model, other_tenant)]
-    assert {key for key, _ in store.scan(any_model=True)} == set(keys[:2])
-    assert {key for key, _ in store.scan()} == set(keys[:1])
+    assert {key for key, *_ in store.scan(any_model=True)} == set(keys[:2])
+    assert {key for key, *_ in store.scan()} == set(keys[:1])
 
 
 def test_scan_warns_once_however_much_is_unreadable(store: KVStore, caplog: pytest.LogCaptureFixture) -> None:
@@ -389,7 +392,7 @@ def test_scan_warns_once_however_much_is_unreadable(store: KVStore, caplog: pyte
         path_of(store, key).unlink()
         path_of(store, key).mkdir()
     with caplog.at_level(logging.DEBUG, "rag_blend"):
-        assert {key for key, _ in store.scan()} == set(keys[5:])
+        assert {key for key, *_ in store.scan()} == set(keys[5:])
     assert store.counts == {"corrupt": 3, "unavailable": 2}
     warnings = [r.message for r in caplog.records if r.levelno == logging.WARNING]
     assert len(warnings) == 1 and "5 stored cache entries" in warnings[0]

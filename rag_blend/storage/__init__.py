@@ -7,9 +7,9 @@ import os
 import re
 from typing import cast
 
-from rag_blend.storage.base import EntryReader, StorageBackend
+from rag_blend.storage.base import EntryReader, StorageBackend, StorageStats
 
-__all__ = ["EntryReader", "StorageBackend", "open_storage"]
+__all__ = ["EntryReader", "StorageBackend", "StorageStats", "open_storage"]
 
 _URL = re.compile(r"([A-Za-z][A-Za-z0-9_+.-]*)://(.*)", re.DOTALL)
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from collections.abc import Set as AbstractSet
+from dataclasses import dataclass, field
 from types import TracebackType
 
 import numpy as np
@@ -54,17 +56,46 @@ class EntryReader(ABC):
         self.close()
 
 
+@dataclass(frozen=True, slots=True)
+class StorageStats:
+    """What a backend holds.
+
+    Attributes:
+        entries: Number of entries.
+        bytes: Their size together.
+        quota_bytes: What they may take up; None: no limit of ours.
+        counts: How often something noteworthy happened in this process, by name: ``evicted``, ``timeout``, …
+        tiers: The same of each tier, by name, nearest first; empty when there is only one.
+    """
+
+    entries: int
+    bytes: int
+    quota_bytes: int | None = None
+    counts: Mapping[str, int] = field(default_factory=dict)
+    tiers: Mapping[str, StorageStats] = field(default_factory=dict)
+
+
 class StorageBackend(ABC):
     """Entries under keys (64 hex digits), small records, which documents need which keys. Knows no tensors.
 
     Every method may raise OSError when the medium does not answer, and ValueError for what cannot be a key.
     Implementations are safe to use from several threads. An entry is whole or absent: `write` publishes it in one
     step, and readers never see half of it.
+
+    Attributes:
+        parallel_reads: How many reads of different entries are worth having under way at once.
     """
 
+    parallel_reads: int = 1
+
     @abstractmethod
-    def write(self, key: str, data: bytes) -> None:
+    def write(self, key: str, data: bytes, label: bytes = b"") -> None:
         """Publish `data` under `key`, replacing what is there, atomically and durably.
+
+        Args:
+            key: The entry's key.
+            data: The entry.
+            label: Some kilobytes that describe it, for `labels`.
 
         Raises:
             OSError: The medium refused; nothing has changed.
@@ -89,6 +120,23 @@ class StorageBackend(ABC):
     @abstractmethod
     def keys(self) -> Iterator[str]:
         """All keys present, in no particular order."""
+
+    def labels(self) -> Iterator[tuple[str, bytes]]:
+        """All keys present, each with its label: what makes listing cheaper than opening every entry.
+
+        A label may be lost: b"" stands for one that is not known. It is not proof of anything: check it.
+        """
+        for key in self.keys():
+            yield key, b""
+
+    def stats(self) -> StorageStats:
+        """What is stored, counted now."""
+        sizes = list(self._sizes())
+        return StorageStats(len(sizes), sum(sizes))
+
+    def limit_calls(self, seconds: float) -> None:
+        """From now on no call shall take longer than this, however long was allowed before; local media ignore it."""
+        return None
 
     @abstractmethod
     def link(self, document: str, keys: Iterable[str]) -> None:
@@ -128,3 +176,8 @@ class StorageBackend(ABC):
         except ChunkNotFoundError:
             return False
         return True
+
+    def _sizes(self) -> Iterator[int]:
+        for key in self.keys():
+            with contextlib.suppress(ChunkNotFoundError), self.open(key) as reader:
+                yield reader.size

@@ -91,7 +91,7 @@ class DiskBackend(StorageBackend):
             raise ValueError("disk:// needs a directory")
         return cls(rest)
 
-    def write(self, key: str, data: bytes) -> None:
+    def write(self, key: str, data: bytes, label: bytes = b"") -> None:
         """See `StorageBackend.write`."""
         path = self._path(key)
         with _published_at(path, data) as temp:

@@ -32,6 +32,7 @@ class MemoryBackend(StorageBackend):
 
     def __init__(self) -> None:
         self._entries: dict[str, Bytes] = {}
+        self._labels: dict[str, bytes] = {}
         self._records: dict[str, bytes] = {}
         self._needs: defaultdict[str, set[str]] = defaultdict(set)
         self._lock = threading.Lock()
@@ -43,10 +44,11 @@ class MemoryBackend(StorageBackend):
             raise ValueError(f"memory:// takes nothing after it, got {rest!r}")
         return cls()
 
-    def write(self, key: str, data: bytes) -> None:
+    def write(self, key: str, data: bytes, label: bytes = b"") -> None:
         """See `StorageBackend.write`."""
         with self._lock:
             self._entries[checked_key(key)] = np.frombuffer(bytearray(data), dtype=np.uint8)
+            self._labels[key] = bytes(label)
 
     def open(self, key: str) -> EntryReader:
         """See `StorageBackend.open`."""
@@ -59,7 +61,8 @@ class MemoryBackend(StorageBackend):
     def delete(self, key: str) -> bool:
         """See `StorageBackend.delete`."""
         with self._lock:
-            return self._entries.pop(checked_key(key), None) is not None
+            self._labels.pop(checked_key(key), None)
+            return self._entries.pop(key, None) is not None
 
     def quarantine(self, key: str) -> None:
         """Drops the entry: memory has no place for evidence."""
@@ -69,6 +72,11 @@ class MemoryBackend(StorageBackend):
         """See `StorageBackend.keys`."""
         with self._lock:
             return iter(list(self._entries))
+
+    def labels(self) -> Iterator[tuple[str, bytes]]:
+        """See `StorageBackend.labels`."""
+        with self._lock:
+            return iter(list(self._labels.items()))
 
     def link(self, document: str, keys: Iterable[str]) -> None:
         """See `StorageBackend.link`."""

@@ -94,6 +94,32 @@ class StorageContract:
         backend.quarantine(key(1))
         assert sorted(backend.keys()) == sorted(key(i) for i in (2, 3, 4))
 
+    def test_a_label_comes_back_or_is_lost(self, backend: StorageBackend) -> None:
+        backend.write(key(1), b"one", b"first label")
+        backend.write(key(2), b"two", bytes(range(256)))
+        backend.write(key(3), b"three")
+        backend.write(key(1), b"one again", b"second label")
+        backend.delete(key(2))
+        labels = dict(backend.labels())
+        assert set(labels) == {key(1), key(3)}
+        assert labels[key(1)] in (b"second label", b"")
+        assert labels[key(3)] == b""
+
+    def test_stats_count_what_is_there(self, backend: StorageBackend) -> None:
+        assert (backend.stats().entries, backend.stats().bytes) == (0, 0)
+        backend.write(key(1), b"12345")
+        backend.write(key(2), b"123")
+        backend.write(key(1), b"1234567")
+        backend.put_record(key(3), b"no entry")
+        assert (backend.stats().entries, backend.stats().bytes) == (2, 10)
+        backend.delete(key(1))
+        assert (backend.stats().entries, backend.stats().bytes) == (1, 3)
+
+    def test_calls_can_be_limited(self, backend: StorageBackend) -> None:
+        backend.limit_calls(5.0)
+        backend.write(key(1), b"x")
+        assert content(backend, key(1)) == b"x"
+
     def test_delete_removes_one_entry(self, backend: StorageBackend) -> None:
         backend.write(key(1), b"one")
         backend.write(key(2), b"two")

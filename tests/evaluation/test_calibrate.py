@@ -145,10 +145,10 @@ class TestVerdict:
         options = {"prime": prime, "prime_tokens": 16}
         with BlendEngine(model, tokenizer, tmp_path, **options) as engine:
             engine.ingest([random_text(seed) for seed in range(20, 26)], doc_ids=["mine"] * 6, progress=False)
-            before = {key for key, _ in engine._store.scan()}
+            before = {key for key, *_ in engine._store.scan()}
         run(tmp_path, target_kl=100.0, target_agreement=0.0, **options)
         with BlendEngine(model, tokenizer, tmp_path, **options) as engine:
-            added = {key for key, _ in engine._store.scan()} - before
+            added = {key for key, *_ in engine._store.scan()} - before
             assert len(added) <= 1  # the head's own rows, which every prompt may reuse exactly
             assert engine.num_chunks == 6 + len(added) and engine.policy.source == "calibrated"
 
