@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any, Protocol
 
 import torch
@@ -31,6 +32,7 @@ class GrowingLayer(DynamicLayer):
         self._room = room
         self._placer = placer
         self._layer_idx = layer_idx
+        self.began_at = 0.0  # when the first rows came; by `time.perf_counter`
         self._spare: LayerKV | None = None  # the buffers that self.keys and self.values are the beginning of
 
     def update(
@@ -47,6 +49,7 @@ class GrowingLayer(DynamicLayer):
         return self.keys, self.values
 
     def _begin(self, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        self.began_at = time.perf_counter()
         if self._placer is not None:
             self._spare, length = self._placer.place(self._layer_idx, keys, values)
         else:
@@ -84,7 +87,19 @@ class BlendCache(Cache):
     """
 
     def __init__(self, num_layers: int, room: int = 0, placer: KVPlacer | None = None) -> None:
-        super().__init__(layers=[GrowingLayer(room, placer, i) for i in range(num_layers)])
+        self._growing = [GrowingLayer(room, placer, i) for i in range(num_layers)]
+        super().__init__(layers=list(self._growing))
+
+    @property
+    def prefill_s(self) -> float:
+        """Seconds from the first layer's rows to the last layer's, in the prefill.
+
+        0 on an accelerator, which computes behind the clock's back.
+        """
+        first, last = self._growing[0], self._growing[-1]
+        if first.keys is None or first.keys.device.type != "cpu":
+            return 0.0
+        return last.began_at - first.began_at
 
 
 def kv_of(cache: Cache, layer_idx: int) -> LayerKV:

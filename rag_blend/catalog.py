@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
 
 from rag_blend.chunk import GENERIC_HEAD, NO_TOKENS, ChunkOrigin, digest_ids
+from rag_blend.errors import StoreUnavailableError
 from rag_blend.match import ChunkIndex, Match
 
 logger = logging.getLogger(__name__)
@@ -25,8 +27,9 @@ class Findings(NamedTuple):
         prefix: Matches that are exact where they stand.
         chunks: Matches that can be blended, best first.
         elsewhere: Chunks that are stored, but only behind another head: not to be used.
-        lost: Keys of chunks of which at least 16 tokens seem to lie in the prompt, but which could not be read. The
-            catalog has removed them, so each is reported once.
+        lost: Keys of chunks of which at least 16 tokens seem to lie in the prompt, but which could not be had. Those
+            that are gone the catalog has removed, so each is reported once; those that their medium does not deliver
+            at present it keeps for another time.
     """
 
     prefix: list[Match]
@@ -62,7 +65,8 @@ class ChunkCatalog:
     Not thread-safe: the engine serialises.
 
     Args:
-        token_ids_of: Brings a stored chunk's ids.
+        token_ids_of: Brings a stored chunk's ids; KeyError when it is gone, StoreUnavailableError when its medium
+            does not answer.
         head_ids_of: Brings a head's ids from its digest; KeyError when unknown. Ids of another digest count as unknown.
         any_head: Blend chunks also behind a head they were not cached behind (never as exact).
     """
@@ -72,7 +76,8 @@ class ChunkCatalog:
         self._head_ids_of = head_ids_of
         self._any_head = any_head
         self._groups: dict[tuple[str, bool], _Group] = {}
-        self._lost: set[str] = set()
+        self._lost: set[str] = set()  # gone, as one search found
+        self._silent: set[str] = set()  # not to be had during one search
         self._reported_heads: set[str] = set()
 
     def __len__(self) -> int:
@@ -98,15 +103,21 @@ class ChunkCatalog:
         """Forget all chunks."""
         self._groups.clear()
 
-    def find(self, prompt_ids: np.ndarray) -> Findings:
-        """Find stored chunks in a prompt, (num_tokens,) int32."""
-        lost: set[str] = set()
+    def find(self, prompt_ids: np.ndarray, without: AbstractSet[str] = frozenset()) -> Findings:
+        """Find stored chunks in a prompt.
+
+        Args:
+            prompt_ids: Its ids, int32, shape (num_tokens,).
+            without: Keys that are not to be used now.
+        """
+        gone: set[str] = set()
+        self._silent = set(without)
         while True:  # an index gives up after many chunks in vain
             found = self._find(prompt_ids)
             if not self._lost:
-                return found._replace(lost=sorted(lost))
+                return found._replace(lost=sorted(gone | self._silent - without))
             self.remove(self._lost)
-            lost |= self._lost
+            gone |= self._lost
             self._lost.clear()
 
     def _find(self, prompt_ids: np.ndarray) -> Findings:
@@ -152,8 +163,13 @@ class ChunkCatalog:
         return self._groups[at]
 
     def _ids_or_lost(self, key: str) -> np.ndarray:
+        if key in self._silent:
+            raise KeyError(key)
         try:
             return self._token_ids_of(key)
+        except StoreUnavailableError as error:
+            self._silent.add(key)
+            raise KeyError(key) from error
         except KeyError:
             self._lost.add(key)
             raise

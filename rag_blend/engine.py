@@ -47,6 +47,7 @@ from rag_blend.info import context_window_of
 from rag_blend.ingest import Ingester, IngestReport, read_head
 from rag_blend.loading import load
 from rag_blend.models import ModelAdapter, adapter_for, cache_argument_of, lock_of
+from rag_blend.pace import Pace
 from rag_blend.policy import DEFAULT_SELECTOR, PolicyChooser, PolicyInfo, Ratio
 from rag_blend.prefixes import PrefixCache
 from rag_blend.primer import Primer
@@ -137,6 +138,7 @@ class BlendEngine:
         self._policies = PolicyChooser(selector, recompute_ratio)
         if on_unsupported not in {"error", "full"}:
             raise ValueError(f"on_unsupported must be 'error' or 'full', not {on_unsupported!r}")
+        self._pace = Pace()
         self._prefixes = PrefixCache(prefix_cache_bytes)
         self._model = model.eval()
         self.tokenizer = tokenizer
@@ -530,7 +532,7 @@ class BlendEngine:
             with adapter.layer_hooks(check, cache):
                 return self._forward(query.ids, cache), query.ids.tolist()
 
-        runner = PromptRunner(adapter, self._store)
+        runner = PromptRunner(adapter, self._store, self._pace)
         (logits, cache), stats = runner.run(query.ids, self._catalog, policy, call, cancel=stop)
         if policy.reuse and stats.mode != "blend":
             return None
@@ -554,7 +556,7 @@ class BlendEngine:
     ) -> tuple[T, GenerationStats]:
         if self._adapter is None:
             return call(None)[0], GenerationStats(prompt_tokens=len(ids), fresh_tokens=len(ids))
-        runner = PromptRunner(self._adapter, self._store, self._prefixes if with_prefixes else None)
+        runner = PromptRunner(self._adapter, self._store, self._pace, self._prefixes if with_prefixes else None)
         return runner.run(ids, self._catalog, policy, call, room, cancel)
 
 

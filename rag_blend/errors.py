@@ -7,9 +7,10 @@
     └── StoreError                something about the chunk store
         ├── ChunkNotFoundError    no such entry (a plain miss)
         ├── CorruptChunkError     the entry is damaged; it has been set aside
-        └── FingerprintMismatchError  the entry belongs to another model, tokenizer, dtype, head or tenant
+        ├── FingerprintMismatchError  the entry belongs to another model, tokenizer, dtype, head or tenant
+        └── StoreUnavailableError     the medium does not answer; the entry may well be there
 
-The three leaves of `StoreError` never reach a user of `BlendEngine`: they cost a recompute and are counted.
+The four leaves of `StoreError` never reach a user of `BlendEngine`: they cost a recompute and are counted.
 """
 
 
@@ -51,3 +52,7 @@ class CorruptChunkError(StoreError):
 
 class FingerprintMismatchError(StoreError):
     """An entry was made by another model, tokenizer, dtype or tenant."""
+
+
+class StoreUnavailableError(StoreError):
+    """The medium does not answer: nothing is known about the entry."""

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from types import TracebackType
 
@@ -13,7 +12,7 @@ import numpy as np
 import torch
 
 from rag_blend.chunk import LayerKV
-from rag_blend.errors import CorruptChunkError, StoreError
+from rag_blend.errors import CorruptChunkError, StoreError, StoreUnavailableError
 from rag_blend.models import ModelAdapter
 from rag_blend.plan import BlendPlan
 from rag_blend.rope import Angles
@@ -21,15 +20,17 @@ from rag_blend.store import KVStore, StoredChunk
 
 
 class LostChunkError(Exception):
-    """A chunk turned out to be unusable while the prompt was being blended.
+    """Chunks turned out to be unusable while the prompt was being blended: do it again without them.
 
     Attributes:
-        key: The chunk's key; it must not be used again for this prompt.
+        gone: Keys of those that are missing or damaged.
+        silent: Keys of those whose medium does not answer: another prompt may try again.
     """
 
-    def __init__(self, key: str) -> None:
-        super().__init__(key)
-        self.key = key
+    def __init__(self, gone: Collection[str] = (), silent: Collection[str] = ()) -> None:
+        super().__init__(*gone, *silent)
+        self.gone = frozenset(gone)
+        self.silent = frozenset(silent)
 
 
 class LayerPrefetcher:
@@ -72,7 +73,11 @@ class LayerPrefetcher:
         self._slots = threading.Semaphore(depth)
         self._stopped = threading.Event()
         self.load_s = 0.0  # time spent reading and preparing, in whatever thread
-        self._chunks = _open_all(plan, store)
+        # Media far away are asked for all chunks at once; a disk is not faster for it.
+        at_once = store.backend.parallel_reads
+        self._pool = ThreadPoolExecutor(at_once, thread_name_prefix="rag-blend-fetch") if at_once > 1 else None
+        self._map = map if self._pool is None else self._pool.map
+        self._chunks = self._open_all()
         self._reader = ThreadPoolExecutor(1, thread_name_prefix="rag-blend-reader")
         self._layers = [self._reader.submit(self._load, i) for i in range(adapter.num_layers)]
 
@@ -103,6 +108,25 @@ class LayerPrefetcher:
                 known[segment.start : segment.end] = stored[segment.offset : segment.offset + len(segment)]
         return known
 
+    def _open_all(self) -> Mapping[str, StoredChunk]:
+        keys = sorted(self._plan.keys)
+        opened = dict(zip(keys, self._map(self._open, keys), strict=True))
+        chunks = {key: chunk for key, chunk in opened.items() if isinstance(chunk, StoredChunk)}
+        if len(chunks) == len(keys):
+            return chunks
+        for chunk in chunks.values():
+            chunk.close()
+        if self._pool is not None:
+            self._pool.shutdown()
+        silent = [key for key, error in opened.items() if isinstance(error, StoreUnavailableError)]
+        raise LostChunkError(set(keys) - chunks.keys() - set(silent), silent)
+
+    def _open(self, key: str) -> StoredChunk | StoreError:
+        try:
+            return self._store.open(key)
+        except StoreError as error:
+            return error
+
     def _load(self, layer_idx: int) -> LayerKV:
         self._slots.acquire()
         if self._stopped.is_set():
@@ -117,7 +141,8 @@ class LayerPrefetcher:
         heads, head_dim = self._adapter.num_kv_heads, self._adapter.head_dim
         shape = (1, heads, self._capacity, head_dim)
         whole = LayerKV(*(torch.empty(shape, dtype=self._dtype, device=self._device) for _ in range(2)))
-        read = {key: self._read(chunk, layer_idx) for key, chunk in self._chunks.items()}
+        layers = self._map(lambda chunk: self._read(chunk, layer_idx), self._chunks.values())
+        read = dict(zip(self._chunks, layers, strict=True))
         for segment in self._plan.segments:
             rows = slice(segment.offset, segment.offset + len(segment))
             stored = read[segment.key]
@@ -138,10 +163,10 @@ class LayerPrefetcher:
                 raise CorruptChunkError(f"{heads} heads of size {head_dim} are not what the model has")
         except CorruptChunkError as error:
             self._store.discard_damaged(chunk.key, error)
-            raise LostChunkError(chunk.key) from error
+            raise LostChunkError(gone=[chunk.key]) from error
         except OSError as error:
             self._store.count_unavailable(chunk.key, error)
-            raise LostChunkError(chunk.key) from error
+            raise LostChunkError(silent=[chunk.key]) from error
         return LayerKV(kv.keys.to(self._device), kv.values.to(self._device))
 
     def close(self) -> None:
@@ -151,6 +176,8 @@ class LayerPrefetcher:
             future.cancel()
         self._slots.release()  # wakes the reader if it waits for room; it then sees that it shall stop
         self._reader.shutdown(wait=True)
+        if self._pool is not None:
+            self._pool.shutdown(wait=True)
         for chunk in self._chunks.values():
             chunk.close()
 
@@ -161,16 +188,3 @@ class LayerPrefetcher:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
-
-
-def _open_all(plan: BlendPlan, store: KVStore) -> Mapping[str, StoredChunk]:
-    with contextlib.ExitStack() as opened:
-        chunks: dict[str, StoredChunk] = {}
-        for key in sorted(plan.keys):
-            try:
-                chunks[key] = store.open(key)
-            except StoreError as error:
-                raise LostChunkError(key) from error
-            opened.callback(chunks[key].close)
-        opened.pop_all()
-        return chunks

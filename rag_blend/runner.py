@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
@@ -17,6 +18,7 @@ from rag_blend.catalog import ChunkCatalog
 from rag_blend.chunk import LayerKV
 from rag_blend.generation import GenerationStats
 from rag_blend.models import ModelAdapter
+from rag_blend.pace import Pace
 from rag_blend.plan import BlendPlan, Positions, plan_blend
 from rag_blend.prefetch import LayerPrefetcher, LostChunkError
 from rag_blend.prefixes import Prefix, PrefixCache
@@ -78,12 +80,14 @@ class PromptRunner:
     Args:
         adapter: The model.
         store: Where stored rows come from.
+        pace: How long a prefill takes; the store is not waited for longer than that is worth.
         prefixes: Earlier prompts, to which exact ones are added. None: neither is done.
     """
 
-    def __init__(self, adapter: ModelAdapter, store: KVStore, prefixes: PrefixCache | None = None) -> None:
+    def __init__(self, adapter: ModelAdapter, store: KVStore, pace: Pace, prefixes: PrefixCache | None = None) -> None:
         self._adapter = adapter
         self._store = store
+        self._pace = pace
         self._prefixes = PrefixCache(0) if prefixes is None else prefixes
 
     def run(
@@ -99,7 +103,7 @@ class PromptRunner:
 
         Args:
             ids: The prompt, int32, shape (num_tokens,).
-            catalog: Chunks that may be used; those that prove unusable are removed from it.
+            catalog: Chunks that may be used; those that prove to be gone or damaged are removed from it.
             policy: How to treat the prompt.
             call: Runs the model's forward or `generate` on the whole prompt with the given cache; returns a value and
                 the ids of prompt and answer. It is called again if a chunk turns out to be damaged during the prefill.
@@ -112,19 +116,20 @@ class PromptRunner:
         prefixes = PrefixCache(0) if policy.is_check else self._prefixes
         frequencies = self._adapter.rotary.frequencies(len(ids), self._adapter.device)
         kept = prefixes.find(ids, frequencies)
-        lost = 0
+        self._store.backend.limit_calls(self._pace.wait_for(len(ids)))
+        lost: set[str] = set()
         while True:
-            plan, elsewhere, vanished = self._plan(ids, catalog, policy, len(kept))
-            lost += vanished
+            plan, elsewhere, vanished = self._plan(ids, catalog, policy, len(kept), lost)
+            lost.update(vanished)
             try:
                 value, token_ids, cache, stats = self._run_plan(ids, plan, kept, policy, call, room, cancel)
             except LostChunkError as error:
-                catalog.remove([error.key])
-                lost += 1
+                lost |= error.gone | error.silent
+                catalog.remove(error.gone)
                 continue
             if not plan.blended:
                 self._keep(prefixes, token_ids, cache, frequencies)
-            return value, replace(stats, misses=lost + elsewhere)
+            return value, replace(stats, misses=len(lost) + elsewhere)
 
     def _keep(
         self, prefixes: PrefixCache, token_ids: Sequence[int], cache: BlendCache, frequencies: torch.Tensor
@@ -141,12 +146,12 @@ class PromptRunner:
             prefixes.keep(Prefix(np.asarray(token_ids[:length], dtype=np.int32), rows, frequencies))
 
     def _plan(
-        self, ids: np.ndarray, catalog: ChunkCatalog, policy: BlendPolicy, kept: int
-    ) -> tuple[BlendPlan, int, int]:
-        """What to reuse; how many chunks are stored for another head; how many were gone when they were looked for."""
+        self, ids: np.ndarray, catalog: ChunkCatalog, policy: BlendPolicy, kept: int, lost: AbstractSet[str]
+    ) -> tuple[BlendPlan, int, Sequence[str]]:
+        """What to reuse; how many chunks are stored for another head; which could not be had besides the `lost`."""
         if not policy.reuse:
-            return BlendPlan(len(ids), ()), 0, 0
-        found = catalog.find(ids)
+            return BlendPlan(len(ids), ()), 0, []
+        found = catalog.find(ids, without=lost)
         if found.elsewhere:
             logger.info(
                 "%d stored chunks lie in this prompt but were cached behind another head, so they are not reused; "
@@ -156,7 +161,7 @@ class PromptRunner:
             plan = plan_blend(len(ids), [], [*found.prefix, *found.chunks])
         else:
             plan = plan_blend(len(ids), found.prefix, found.chunks, kept=kept)
-        return plan, len(found.elsewhere), len(found.lost)
+        return plan, len(found.elsewhere), found.lost
 
     def _run_plan(
         self,
@@ -172,7 +177,9 @@ class PromptRunner:
         if not plan.reuses:
             cache = BlendCache(adapter.num_layers, room)
             stats = GenerationStats(prompt_tokens=plan.num_tokens, fresh_tokens=plan.num_tokens)
-            return *call(cache), cache, stats
+            value, token_ids = call(cache)
+            self._pace.learn(plan.num_tokens, cache.prefill_s)
+            return value, token_ids, cache, stats
         angles = adapter.rotary.angles(plan.num_tokens, adapter.device)
         with LayerPrefetcher(plan, self._store, adapter, angles, room, kept=kept.layers) as prefetcher:
             chosen, source, charge = self._select(ids, plan, policy, prefetcher, cancel)

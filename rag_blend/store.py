@@ -16,7 +16,13 @@ import torch
 
 from rag_blend.chunk import ChunkKV, ChunkOrigin, LayerKV, chunk_key, digest_json
 from rag_blend.entry import EntryHeader, encode_entry, read_header, read_layer
-from rag_blend.errors import ChunkNotFoundError, CorruptChunkError, FingerprintMismatchError, StoreError
+from rag_blend.errors import (
+    ChunkNotFoundError,
+    CorruptChunkError,
+    FingerprintMismatchError,
+    StoreError,
+    StoreUnavailableError,
+)
 from rag_blend.label import ListedChunk, label_of, read_label
 from rag_blend.storage import EntryReader, StorageBackend
 
@@ -120,7 +126,7 @@ class KVStore:
             ChunkNotFoundError: No such entry.
             CorruptChunkError: It is damaged; it has been set aside.
             FingerprintMismatchError: It belongs to another model or tenant.
-            StoreError: The medium does not answer.
+            StoreUnavailableError: The medium does not answer.
         """
         try:
             return self._open(key)
@@ -155,7 +161,8 @@ class KVStore:
         """The ids of a stored chunk, int32.
 
         Raises:
-            KeyError: It cannot be had.
+            KeyError: There is no such chunk any more.
+            StoreUnavailableError: The medium does not answer.
         """
         with self._lock:
             if key in self._headers:
@@ -163,6 +170,8 @@ class KVStore:
                 return self._headers[key].token_ids
         try:
             stored = self.open(key)
+        except StoreUnavailableError:
+            raise
         except StoreError as error:
             raise KeyError(key) from error
         stored.close()
@@ -256,7 +265,7 @@ class KVStore:
             raise
         except OSError as error:
             self.count_unavailable(key, error, level)
-            raise StoreError(f"{key[:12]}: {error}") from error
+            raise StoreUnavailableError(f"{key[:12]}: {error}") from error
         return StoredChunk(key, header, reader)
 
     def _forget_header(self, key: str) -> None:

@@ -312,7 +312,7 @@ class _Flaky(MemoryBackend):
 
 USES: dict[str, tuple[Callable[[KVStore, str], object], type[Exception] | None]] = {
     "open": (lambda store, key: store.open(key), StoreError),
-    "token_ids": (lambda store, key: store.token_ids(key), KeyError),
+    "token_ids": (lambda store, key: store.token_ids(key), StoreError),
     "has": (lambda store, key: store.has(key), None),
     "scan": (lambda store, key: list(store.scan()), None),
 }
