@@ -120,6 +120,10 @@ class ChunkCatalog:
             gone |= self._lost
             self._lost.clear()
 
+    def keys_in(self, token_ids: np.ndarray) -> set[str]:
+        """Keys of the stored chunks that lie in these ids, behind whatever head they were cached."""
+        return {match.key for group in list(self._groups.values()) for match in group.index.match(token_ids)}
+
     def _find(self, prompt_ids: np.ndarray) -> Findings:
         prefix: list[Match] = []
         chunks: list[tuple[bool, Match]] = []

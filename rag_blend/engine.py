@@ -8,6 +8,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import Any, TypeVar
@@ -45,13 +46,14 @@ from rag_blend.generation import (
 )
 from rag_blend.info import context_window_of
 from rag_blend.ingest import Ingester, IngestReport, read_head
+from rag_blend.later import IdleClock, IdleIngester, PendingText
 from rag_blend.loading import load
 from rag_blend.models import ModelAdapter, adapter_for, cache_argument_of, lock_of
 from rag_blend.pace import Pace
 from rag_blend.policy import DEFAULT_SELECTOR, PolicyChooser, PolicyInfo, Ratio
 from rag_blend.prefixes import PrefixCache
 from rag_blend.primer import Primer
-from rag_blend.prompt import prompt_ids
+from rag_blend.prompt import chunk_ids, prompt_ids
 from rag_blend.runner import BlendPolicy, PromptRunner
 from rag_blend.selectors import TokenSelector
 from rag_blend.selftest import check_model
@@ -155,6 +157,9 @@ class BlendEngine:
         self._primer = Primer(prime, prime_tokens, prime_texts, tokenizer, self._store)
         self._priming = priming_of(prime, prime_tokens, prime_texts)
         self._catalog = ChunkCatalog(self._store.token_ids, self._head_ids, any_head)
+        self._clock = IdleClock()
+        self._fetching = ThreadPoolExecutor(1, thread_name_prefix="rag-blend-prefetch")
+        self._later = IdleIngester(self._ingest_now, self._clock.idle_s)
         self.refresh()
 
     @classmethod
@@ -255,10 +260,7 @@ class BlendEngine:
             TypeError: One of them is not a sequence of strings.
             OSError: The storage refused; what was written before stays.
         """
-        _require_strings("texts", texts)
-        _require_strings("doc_ids", doc_ids or ())
-        if doc_ids is not None and len(doc_ids) != len(texts):
-            raise ValueError(f"{len(texts)} texts, but {len(doc_ids)} doc_ids")
+        _require_documents(texts, doc_ids)
         if self._adapter is None:
             logger.warning("%s is served by full prefill: nothing is ingested", self.model_name)
             return IngestReport(skipped=len(texts))
@@ -273,6 +275,43 @@ class BlendEngine:
             self.context_window,
         )
         return ingester.ingest(texts, head_ids, doc_ids or [""] * len(texts), progress)
+
+    def ingest_later(
+        self,
+        texts: Sequence[str],
+        head: str | Sequence[int] | None = None,
+        doc_ids: Sequence[str] | None = None,
+    ) -> int:
+        """Like `ingest`, in the background, as soon as the model has been idle for a moment. Returns at once.
+
+        For texts that are met for the first time when they are retrieved: the question comes first. A failure is
+        logged; what still waits when the engine is closed is dropped.
+
+        Returns:
+            How many of the texts wait now; the others found the queue full.
+
+        Raises:
+            ValueError: See `ingest`.
+            TypeError: See `ingest`.
+        """
+        _require_documents(texts, doc_ids)
+        self._clock.touch()
+        ids = None if head is None else tuple(self._known_ids(prompt_ids(self.tokenizer, head)).tolist())
+        documents = doc_ids or [""] * len(texts)
+        return self._later.offer([PendingText(text, ids, doc) for text, doc in zip(texts, documents, strict=True)])
+
+    def wait_for_ingestion(self, timeout: float | None = None) -> bool:
+        """Wait, at most `timeout` seconds, until nothing of `ingest_later` is left to do; whether that is so."""
+        return self._later.flush(timeout)
+
+    def prefetch(self, texts: Sequence[str]) -> None:
+        """Have the caches of texts that will soon stand in a prompt brought nearer, in the background.
+
+        Useful where caches lie in a far tier; otherwise nothing happens. Returns at once.
+        """
+        _require_documents(texts, None)
+        self._clock.touch()
+        self._fetching.submit(self._prefetch_now, list(texts))
 
     def prefill(
         self,
@@ -304,7 +343,7 @@ class BlendEngine:
         def call(cache: BlendCache | None) -> tuple[tuple[torch.Tensor, Cache, float], Sequence[int]]:
             return (*self._forward(ids, cache), time.perf_counter()), ids.tolist()
 
-        with self._lock:
+        with self._clock, self._lock:
             (logits, cache, finished), stats = self._run(ids, policy, call)
         return Prefill(logits, cache, replace(stats, ttft_s=finished - started))
 
@@ -407,6 +446,8 @@ class BlendEngine:
 
     def close(self) -> None:
         """Release handles and memory; do not use the engine afterwards. The model stays the caller's."""
+        self._fetching.shutdown(cancel_futures=True)
+        self._later.close()
         self._shadow.close()
         with self._lock:
             self._prefixes.clear()
@@ -469,6 +510,16 @@ class BlendEngine:
         finally:
             self._lock.release()
 
+    def _prefetch_now(self, texts: Sequence[str]) -> None:
+        try:
+            found = {key for ids in chunk_ids(self.tokenizer, texts) for key in self._catalog.keys_in(ids)}
+            self._backend.prefetch(found)
+        except Exception as error:  # it was a favour
+            logger.warning("caches could not be fetched in advance: %s", error)
+
+    def _ingest_now(self, texts: Sequence[PendingText]) -> None:
+        self.ingest([text.text for text in texts], texts[0].head, [text.document for text in texts], progress=False)
+
     def _input(self, ids: np.ndarray) -> torch.Tensor:
         return torch.from_numpy(ids).long()[None].to(self._model.device)
 
@@ -502,7 +553,7 @@ class BlendEngine:
             all_ids: list[int] = sequences[0].tolist()
             return all_ids[len(ids) :], all_ids
 
-        with self._turn(cancel):
+        with self._clock, self._turn(cancel):
             new_ids, stats = self._run(ids, policy, call, max_new_tokens, cancel, steers_only(kwargs))
         if cancel.is_set():
             raise GenerationCancelledError("cancelled")
@@ -558,6 +609,13 @@ class BlendEngine:
             return call(None)[0], GenerationStats(prompt_tokens=len(ids), fresh_tokens=len(ids))
         runner = PromptRunner(self._adapter, self._store, self._pace, self._prefixes if with_prefixes else None)
         return runner.run(ids, self._catalog, policy, call, room, cancel)
+
+
+def _require_documents(texts: Sequence[str], doc_ids: Sequence[str] | None) -> None:
+    _require_strings("texts", texts)
+    _require_strings("doc_ids", doc_ids or ())
+    if doc_ids is not None and len(doc_ids) != len(texts):
+        raise ValueError(f"{len(texts)} texts, but {len(doc_ids)} doc_ids")
 
 
 def _require_strings(name: str, values: Iterable[str]) -> None:

@@ -134,6 +134,10 @@ class StorageBackend(ABC):
         sizes = list(self._sizes())
         return StorageStats(len(sizes), sum(sizes))
 
+    def prefetch(self, keys: Iterable[str]) -> None:
+        """Start to bring these entries nearer, if there is a nearer place. Returns at once; no error is raised."""
+        return None
+
     def limit_calls(self, seconds: float) -> None:
         """From now on no call shall take longer than this, however long was allowed before; local media ignore it."""
         return None
