@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 import torch
@@ -57,6 +58,12 @@ class GrowingLayer(DynamicLayer):
             length = keys.shape[-2]
         return self._show(length)
 
+    def hold(self, spare: LayerKV, length: int) -> None:
+        """Take over rows: the first `length` of `spare`, (batch, num_kv_heads, capacity, head_dim) each."""
+        self.lazy_initialization(spare.keys, spare.values)
+        self._spare = spare
+        self._show(length)
+
     def _append(self, keys: torch.Tensor, values: torch.Tensor) -> bool:
         """Write behind the rows there are; False when something else has replaced them or the room is used up."""
         if self._spare is None or self.keys is None or self.keys.data_ptr() != self._spare.keys.data_ptr():
@@ -89,6 +96,19 @@ class BlendCache(Cache):
     def __init__(self, num_layers: int, room: int = 0, placer: KVPlacer | None = None) -> None:
         self._growing = [GrowingLayer(room, placer, i) for i in range(num_layers)]
         super().__init__(layers=list(self._growing))
+
+    @classmethod
+    def holding(cls, layers: Sequence[LayerKV], length: int) -> BlendCache:
+        """A cache whose layers are the first `length` rows of these, and which grows into the rest."""
+        cache = cls(len(layers))
+        for layer, spare in zip(cache._growing, layers, strict=True):
+            layer.hold(spare, length)
+        return cache
+
+    def drop(self, layer_idx: int) -> None:
+        """Give up a layer's rows, to free their memory."""
+        self._growing[layer_idx] = GrowingLayer(0, None, layer_idx)
+        self.layers[layer_idx] = self._growing[layer_idx]
 
     @property
     def prefill_s(self) -> float:

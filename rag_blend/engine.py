@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from types import TracebackType
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import numpy as np
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.cache_utils import Cache
 
+from rag_blend.batching import RequestQueue
 from rag_blend.cache import BlendCache
 from rag_blend.calibration import (
     DEFAULT_TARGET_AGREEMENT,
@@ -29,18 +29,16 @@ from rag_blend.calibration import (
 )
 from rag_blend.catalog import ChunkCatalog
 from rag_blend.chunk import NO_TOKENS
+from rag_blend.continuation import Continuation
+from rag_blend.decode import can_decode_together
 from rag_blend.errors import GenerationCancelledError, PromptTooLongError, UnsupportedModelError
 from rag_blend.fingerprint import fingerprint_of
 from rag_blend.generation import (
-    FirstTokenClock,
     Generation,
     GenerationStats,
     PieceStreamer,
     Prefill,
     TextStream,
-    cut_at_stop,
-    generate_arguments,
-    steers_only,
     stop_strings,
     wanted_tokens,
 )
@@ -48,7 +46,7 @@ from rag_blend.info import context_window_of
 from rag_blend.ingest import Ingester, IngestReport, read_head
 from rag_blend.later import IdleClock, IdleIngester, PendingText
 from rag_blend.loading import load
-from rag_blend.models import ModelAdapter, adapter_for, cache_argument_of, lock_of
+from rag_blend.models import ModelAdapter, adapter_for, lock_of
 from rag_blend.pace import Pace
 from rag_blend.policy import DEFAULT_SELECTOR, PolicyChooser, PolicyInfo, Ratio
 from rag_blend.prefixes import PrefixCache
@@ -57,6 +55,7 @@ from rag_blend.prompt import chunk_ids, prompt_ids
 from rag_blend.runner import BlendPolicy, PromptRunner
 from rag_blend.selectors import TokenSelector
 from rag_blend.selftest import check_model
+from rag_blend.serving import Request, Server
 from rag_blend.shadow import MAX_ANSWER_TOKENS, DriftReport, ShadowChecker, ShadowQuery
 from rag_blend.storage import StorageBackend, open_storage
 from rag_blend.store import KVStore
@@ -109,9 +108,10 @@ class BlendEngine:
         kv_dtype: Dtype of stored keys and values. None: the model's own if it has 16 bits, else float16.
         any_head: Reuse chunks also behind another head than the one they were cached behind.
         on_unsupported: What to do with a model that cannot be blended: ``"error"``, or ``"full"`` to serve it by
-            plain full prefill.
+            plain full prefill, of which only what earlier prompts begin with is reused, exactly.
         shadow: Share of the answered prompts that are compared with full prefill in the background, when the model
             is free; see `drift`. 0: none.
+        max_batch: How many requests that wait for the model are decoded together at most; 1: each alone.
         prefix_cache_bytes: Memory in which prompts that were prefilled exactly stay, with their answers: a later
             prompt that begins the same (asked again, or the next turn of a chat) goes on from there. 0: none stays.
 
@@ -136,8 +136,11 @@ class BlendEngine:
         on_unsupported: str = "error",
         shadow: float = 0.0,
         prefix_cache_bytes: int = 256 * 2**20,
+        max_batch: int = 16,
     ) -> None:
         self._policies = PolicyChooser(selector, recompute_ratio)
+        if max_batch < 1:
+            raise ValueError(f"max_batch must be at least 1, got {max_batch}")
         if on_unsupported not in {"error", "full"}:
             raise ValueError(f"on_unsupported must be 'error' or 'full', not {on_unsupported!r}")
         self._pace = Pace()
@@ -148,7 +151,9 @@ class BlendEngine:
         self._shadow = ShadowChecker(shadow, self._lock, self._logits_along, self._target)
         with self._lock:  # the model may be in use by another engine
             self._adapter = self._adapt(on_unsupported)
-        self._cache_argument = cache_argument_of(model)
+        self._server = Server(model, tokenizer, self._run, self._on_answer)
+        answer = (self._server.answer, self._server.answer_together)
+        self._queue = RequestQueue(self._lock, *answer, self._go_together, max_batch)
         self.context_window = context_window_of(model.config, tokenizer)
         kv_dtype = kv_dtype or (model.dtype if model.dtype.itemsize == 2 else torch.float16)
         self._backend = open_storage(storage)
@@ -205,8 +210,15 @@ class BlendEngine:
 
     @property
     def can_blend(self) -> bool:
-        """False when the model is served by plain full prefill."""
+        """False when the model is served by plain full prefill, see `mode`."""
         return self._adapter is not None
+
+    @property
+    def mode(self) -> Literal["blend", "prefix", "full"]:
+        """The most that can be reused: chunks anywhere; what earlier prompts begin with; nothing."""
+        if self._adapter is not None:
+            return "blend"
+        return "prefix" if self._continuation.works else "full"
 
     @property
     def policy(self) -> PolicyInfo:
@@ -341,7 +353,7 @@ class BlendEngine:
         ids = self._checked_ids(prompt, add_special_tokens)
 
         def call(cache: BlendCache | None) -> tuple[tuple[torch.Tensor, Cache, float], Sequence[int]]:
-            return (*self._forward(ids, cache), time.perf_counter()), ids.tolist()
+            return (*self._server.forward(ids, cache), time.perf_counter()), ids.tolist()
 
         with self._clock, self._lock:
             (logits, cache, finished), stats = self._run(ids, policy, call)
@@ -382,7 +394,56 @@ class BlendEngine:
         started = time.perf_counter()
         policy = self._policies.resolve(selector, recompute_ratio, reuse)
         ids = self._checked_ids(prompt, add_special_tokens)
-        return self._generate(started, ids, policy, max_new_tokens, stop_strings(stop), cancel, None, generation_kwargs)
+        request = self._request(started, ids, policy, max_new_tokens, stop_strings(stop), cancel, generation_kwargs)
+        with self._clock:
+            return self._queue.submit(request)
+
+    def generate_batch(
+        self,
+        prompts: Sequence[str | Sequence[int]],
+        max_new_tokens: int | None = None,
+        stop: str | Sequence[str] | None = None,
+        *,
+        add_special_tokens: bool | None = None,
+        cancel: threading.Event | None = None,
+        selector: str | TokenSelector | None = None,
+        recompute_ratio: Ratio = None,
+        reuse: bool = True,
+        **generation_kwargs: Any,
+    ) -> list[Generation]:
+        """Answer prompts together: each is prefilled by `prefill`'s rules, and up to `max_batch` are decoded at once.
+
+        What is chosen greedily is chosen as by `generate`, up to rounding. Calls of `generate` and `stream` from
+        several threads share batches in the same way. Prompts whose arguments do more than steer the choice of a token
+        (beams, own processors), or whose RoPE depends on their length, are answered one after the other.
+
+        Args:
+            prompts: See `prefill`.
+            max_new_tokens: See `generate`, like the rest.
+            stop: The same.
+            add_special_tokens: The same.
+            cancel: Ends all of them.
+            selector: The same.
+            recompute_ratio: The same.
+            reuse: The same.
+            generation_kwargs: The same.
+
+        Returns:
+            The answers, in the order of the prompts.
+
+        Raises:
+            PromptTooLongError: A prompt does not fit the context window; none has been answered then.
+            GenerationCancelledError: `cancel` was set.
+        """
+        started = time.perf_counter()
+        policy = self._policies.resolve(selector, recompute_ratio, reuse)
+        all_ids = [self._checked_ids(prompt, add_special_tokens) for prompt in prompts]
+        words, cancel = stop_strings(stop), cancel or threading.Event()
+        requests = [
+            self._request(started, ids, policy, max_new_tokens, words, cancel, generation_kwargs) for ids in all_ids
+        ]
+        with self._clock:
+            return self._queue.submit_all(requests)
 
     def stream(
         self,
@@ -408,8 +469,12 @@ class BlendEngine:
         cancel = cancel or threading.Event()
         words = stop_strings(stop)
 
+        request = self._request(started, ids, policy, max_new_tokens, words, cancel, generation_kwargs)
+
         def run(streamer: PieceStreamer) -> Generation:
-            return self._generate(started, ids, policy, max_new_tokens, words, cancel, streamer, generation_kwargs)
+            request.streamer = streamer
+            with self._clock:
+                return self._queue.submit(request)
 
         return TextStream(run, self.tokenizer, words, cancel)
 
@@ -466,9 +531,11 @@ class BlendEngine:
             adapter = adapter_for(self._model)
             check_model(adapter)
         except UnsupportedModelError as error:
-            if on_unsupported == "error":
+            if on_unsupported == "error" or not error.servable:
                 raise
-            logger.warning("%s It is served by plain full prefill.", error.reason)
+            self._continuation = Continuation(self._model, self._prefixes)
+            reuse = "only beginnings of earlier prompts are reused" if self._continuation.works else "nothing is reused"
+            logger.warning("%s It is served by plain full prefill: %s.", error.reason, reuse)
             return None
         return adapter
 
@@ -497,19 +564,6 @@ class BlendEngine:
             )
         return ids
 
-    @contextlib.contextmanager
-    def _turn(self, cancel: threading.Event) -> Iterator[None]:
-        """Wait for the model, but not longer than the caller does."""
-        while not self._lock.acquire(timeout=0.05):
-            if cancel.is_set():
-                raise GenerationCancelledError("cancelled before it began")
-        try:
-            if cancel.is_set():
-                raise GenerationCancelledError("cancelled before it began")
-            yield
-        finally:
-            self._lock.release()
-
     def _prefetch_now(self, texts: Sequence[str]) -> None:
         try:
             found = {key for ids in chunk_ids(self.tokenizer, texts) for key in self._catalog.keys_in(ids)}
@@ -520,54 +574,33 @@ class BlendEngine:
     def _ingest_now(self, texts: Sequence[PendingText]) -> None:
         self.ingest([text.text for text in texts], texts[0].head, [text.document for text in texts], progress=False)
 
-    def _input(self, ids: np.ndarray) -> torch.Tensor:
-        return torch.from_numpy(ids).long()[None].to(self._model.device)
-
-    def _generate(
+    def _request(
         self,
         started: float,
         ids: np.ndarray,
         policy: BlendPolicy,
         max_new_tokens: int | None,
-        stop: Sequence[str],
+        stop: tuple[str, ...],
         cancel: threading.Event | None,
-        streamer: PieceStreamer | None,
         kwargs: dict[str, Any],
-    ) -> Generation:
-        cancel = cancel or threading.Event()
-        clock = FirstTokenClock(cancel)
-        wanted = wanted_tokens(
-            max_new_tokens, kwargs.get("generation_config") or self._model.generation_config, len(ids)
-        )
-        max_new_tokens = min(wanted, self.context_window - len(ids))
-        arguments = generate_arguments(self._model, self.tokenizer, max_new_tokens, stop, clock, kwargs)
+    ) -> Request:
+        config = kwargs.get("generation_config") or self._model.generation_config
+        wanted = min(wanted_tokens(max_new_tokens, config, len(ids)), self.context_window - len(ids))
+        return Request(ids, policy, wanted, stop, cancel or threading.Event(), None, kwargs, started)
 
-        def call(cache: BlendCache | None) -> tuple[list[int], Sequence[int]]:
-            given: dict[str, Any] = {} if cache is None else {self._cache_argument: cache}
-            if streamer is not None:
-                streamer.restart()
-                given["streamer"] = streamer
-            input_ids = self._input(ids)
-            output = self._model.generate(input_ids, attention_mask=torch.ones_like(input_ids), **arguments, **given)
-            sequences = output if isinstance(output, torch.Tensor) else output.sequences
-            all_ids: list[int] = sequences[0].tolist()
-            return all_ids[len(ids) :], all_ids
+    def _go_together(self, first: Request, second: Request) -> bool:
+        if self._adapter is None or first.kwargs != second.kwargs:
+            return False
+        if not can_decode_together(self._model, first.kwargs):
+            return False
+        rotary, device = self._adapter.rotary, self._adapter.device
+        lengths = {n for r in (first, second) for n in (len(r.ids), len(r.ids) + r.max_new_tokens)}
+        angles = [rotary.frequencies(length, device) for length in lengths]
+        return all(torch.equal(angles[0], other) for other in angles)
 
-        with self._clock, self._turn(cancel):
-            new_ids, stats = self._run(ids, policy, call, max_new_tokens, cancel, steers_only(kwargs))
-        if cancel.is_set():
-            raise GenerationCancelledError("cancelled")
-        if stats.mode == "blend" and new_ids:
-            self._shadow.offer(ShadowQuery(ids, policy, new_ids[:MAX_ANSWER_TOKENS]))
-        text = cut_at_stop(str(self.tokenizer.decode(new_ids, skip_special_tokens=True)), stop)
-        return Generation(text, new_ids, replace(stats, ttft_s=(clock.first_token_at or started) - started))
-
-    def _forward(self, ids: np.ndarray, cache: BlendCache | None) -> tuple[torch.Tensor, Cache]:
-        """Logits of the next token, and the filled cache."""
-        given = {} if cache is None else {self._cache_argument: cache}
-        with torch.no_grad():
-            output = self._model(input_ids=self._input(ids), use_cache=True, logits_to_keep=1, **given)
-        return output.logits[0, -1].float(), output[self._cache_argument]
+    def _on_answer(self, request: Request, generation: Generation) -> None:
+        if generation.stats.mode == "blend" and generation.token_ids:
+            self._shadow.offer(ShadowQuery(request.ids, request.policy, generation.token_ids[:MAX_ANSWER_TOKENS]))
 
     def _logits_along(self, query: ShadowQuery, policy: BlendPolicy, stop: threading.Event) -> torch.Tensor | None:
         """Logits along an answer behind its prompt; None if that was to be blended and cannot be any more."""
@@ -581,7 +614,7 @@ class BlendEngine:
 
         def call(cache: BlendCache) -> tuple[tuple[torch.Tensor, Cache], Sequence[int]]:
             with adapter.layer_hooks(check, cache):
-                return self._forward(query.ids, cache), query.ids.tolist()
+                return self._server.forward(query.ids, cache), query.ids.tolist()
 
         runner = PromptRunner(adapter, self._store, self._pace)
         (logits, cache), stats = runner.run(query.ids, self._catalog, policy, call, cancel=stop)
@@ -606,7 +639,7 @@ class BlendEngine:
         with_prefixes: bool = True,
     ) -> tuple[T, GenerationStats]:
         if self._adapter is None:
-            return call(None)[0], GenerationStats(prompt_tokens=len(ids), fresh_tokens=len(ids))
+            return self._continuation.run(ids, not policy.is_check, call, room, with_prefixes)
         runner = PromptRunner(self._adapter, self._store, self._pace, self._prefixes if with_prefixes else None)
         return runner.run(ids, self._catalog, policy, call, room, cancel)
 

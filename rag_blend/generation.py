@@ -199,6 +199,18 @@ class PieceStreamer(TextStreamer):
         """Forget the prompt of an attempt that ended before its first token."""
         self.next_tokens_are_prompt = True
 
+    def begin(self) -> None:
+        """The prompt is over: what is taken next is answer."""
+        self.next_tokens_are_prompt = False
+
+    def take(self, token: int) -> None:
+        """The answer's next token."""
+        self.put(torch.tensor([token]))  # type: ignore[no-untyped-call]
+
+    def finish(self) -> None:
+        """The answer is complete."""
+        self.end()  # type: ignore[no-untyped-call]
+
     def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
         """Called by transformers with each finished piece."""
         if text:

@@ -465,7 +465,7 @@ class TestGenerationArguments:
         for _ in range(12):
             by_hand.append(token)
             with torch.no_grad():
-                arguments = {engine._cache_argument: prefill.cache}
+                arguments = {engine._server._cache_argument: prefill.cache}
                 token = int(model(torch.tensor([[token]]), use_cache=True, **arguments).logits[0, -1].argmax())
         assert engine.generate(prompt, 12, do_sample=False, eos_token_id=None).token_ids == by_hand
 

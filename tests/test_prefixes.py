@@ -339,7 +339,7 @@ class TestWhatIsKept:
         self, custom: dict[str, Any], engine: BlendEngine, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         def generate(inputs: torch.Tensor, **kwargs: Any) -> torch.Tensor:
-            engine._model(inputs, **{engine._cache_argument: kwargs[engine._cache_argument]})
+            engine._model(inputs, **{engine._server._cache_argument: kwargs[engine._server._cache_argument]})
             return torch.cat([inputs, inputs[:, :1]], dim=1)
 
         monkeypatch.setattr(engine._model, "generate", generate)
@@ -354,7 +354,7 @@ class TestWhatIsKept:
         self, unseen: int, kept: int, engine: BlendEngine, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         def generate(inputs: torch.Tensor, **kwargs: Any) -> torch.Tensor:
-            engine._model(inputs, **{engine._cache_argument: kwargs[engine._cache_argument]})
+            engine._model(inputs, **{engine._server._cache_argument: kwargs[engine._server._cache_argument]})
             return torch.cat([inputs, inputs[:, :unseen]], dim=1) if unseen >= 0 else inputs[:, :unseen]
 
         monkeypatch.setattr(engine._model, "generate", generate)
