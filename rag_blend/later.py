@@ -7,6 +7,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from collections.abc import Set as AbstractSet
 from typing import NamedTuple
 
 logger = logging.getLogger(__name__)
@@ -64,6 +65,12 @@ class IdleIngester:
                 self._thread = threading.Thread(target=self._work, name="rag-blend-later", daemon=True)
                 self._thread.start()
             return len(set(texts)) - len(new[room:])
+
+    def drop(self, documents: AbstractSet[str]) -> None:
+        """Forget the waiting texts of these documents."""
+        with self._changed:
+            self._waiting = deque(text for text in self._waiting if text.document not in documents)
+            self._changed.notify_all()
 
     def flush(self, timeout: float | None = None) -> bool:
         """Wait, at most `timeout` seconds, until nothing waits; whether that is so."""

@@ -100,6 +100,13 @@ class TestTheEngine:
         assert engine.prefill(prompt_with(*texts)).stats.hits == 7  # the head as well
         assert engine.forget(["d0"]).entries == 1
 
+    def test_a_forgotten_document_is_not_cached_after_all(self, make_engine: MakeEngine, texts: list[str]) -> None:
+        engine = make_engine()
+        engine.ingest_later(texts[:3], doc_ids=["gone", "stays", "gone"])
+        engine.forget(["gone"])
+        assert engine.wait_for_ingestion(30)
+        assert engine.num_chunks == 1
+
     def test_closing_drops_what_waits(self, make_engine: MakeEngine, texts: list[str]) -> None:
         engine = make_engine()
         engine.ingest_later(texts)
