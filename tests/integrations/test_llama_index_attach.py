@@ -17,7 +17,6 @@ from llama_index.core import (
     VectorStoreIndex,
     load_index_from_storage,
 )
-from llama_index.core.base.embeddings.base import BaseEmbedding
 from llama_index.core.base.response.schema import Response, StreamingResponse
 from llama_index.core.indices.list import SummaryIndex
 from llama_index.core.ingestion import IngestionPipeline
@@ -25,55 +24,31 @@ from llama_index.core.llms import ChatMessage
 from llama_index.core.node_parser import SentenceSplitter
 from llama_index.core.schema import MetadataMode, TextNode
 from llama_index.core.vector_stores import MetadataFilter, MetadataFilters, SimpleVectorStore
-from llama_index.core.vector_stores.types import BasePydanticVectorStore, VectorStoreQueryResult
+from llama_index.core.vector_stores.types import BasePydanticVectorStore
 from llama_index.llms.rag_blend import BlendLLM, BlendVectorStore
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
-from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerFast
+from toy_llama_index import (
+    BOS,
+    CHAT_TEMPLATE,
+    TEXTS,
+    LetterEmbedding,
+    TextStore,
+    are_cached,
+    documents,
+    faiss_map_store,
+    llm_text,
+    make_index,
+    one_thread,  # noqa: F401
+    save_tiny_model,
+)
+from transformers import AutoModelForCausalLM
 
 from rag_blend import BlendEngine, ForgetReport, PromptTooLongError, RagBlendError
-
-CHAT_TEMPLATE = (
-    "{{ bos_token }}{% for m in messages %}<{{ m.role }}>{{ m.content | trim }}\n{% endfor %}"
-    "{% if add_generation_prompt %}<assistant>{% endif %}"
-)
-TEXTS = {
-    "ships": "The harbour master logs every vessel that passes the northern breakwater, with its tonnage.",
-    "bees": "A colony of bees keeps its brood at thirty-five degrees, whatever the weather outside may be.",
-    "clocks": "Quartz oscillators drift with temperature, so marine chronometers sit in gimballed boxes.",
-    "bread": "Rye doughs are sour because wild yeast and lactic bacteria grow together over two long days.",
-}
-
-
-# --- what the tests stand on
-
-
-def byte_tokenizer(chat_template):
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    vocab = {"<s>": 0, "</s>": 1} | {letter: i + 2 for i, letter in enumerate(alphabet)}
-    # Like real tokenizers, this one joins a chunk's full stop to the line break behind it.
-    vocab |= {".Ċ": 258, ".ĊĊ": 259, "--": 260, "----": 261}
-    merges = [(".", "Ċ"), (".Ċ", "Ċ"), ("-", "-"), ("--", "--")]
-    core = Tokenizer(models.BPE(vocab, merges))
-    core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    core.decoder = decoders.ByteLevel()
-    core.post_processor = processors.TemplateProcessing("<s> $A", special_tokens=[("<s>", 0)])
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=core, bos_token="<s>", eos_token="</s>")
-    tokenizer.chat_template = chat_template
-    return tokenizer
 
 
 @pytest.fixture(scope="session", params=["chat", "text"])
 def model_dir(request, tmp_path_factory):
     """A tiny Llama with and without a chat template."""
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=262, hidden_size=32, intermediate_size=64, num_hidden_layers=3, num_attention_heads=4,
-        num_key_value_heads=2, max_position_embeddings=4096, bos_token_id=0, eos_token_id=1,
-    )  # fmt: skip
-    directory = tmp_path_factory.mktemp(request.param)
-    AutoModelForCausalLM.from_config(config).save_pretrained(directory)
-    byte_tokenizer(CHAT_TEMPLATE if request.param == "chat" else None).save_pretrained(directory)
-    return directory
+    return save_tiny_model(tmp_path_factory.mktemp(request.param), chat=request.param == "chat")
 
 
 @pytest.fixture
@@ -87,95 +62,12 @@ def llm(engine):
     return BlendLLM(engine=engine, max_new_tokens=8)
 
 
-class LetterEmbedding(BaseEmbedding):
-    """Counts letters: equal texts are nearest, and nothing is random."""
-
-    def _get_text_embedding(self, text):
-        return [1.0 + text.lower().count(letter) for letter in "abcdefghijklmnopqrstuvwxyz"]
-
-    def _get_query_embedding(self, query):
-        return self._get_text_embedding(query)
-
-    async def _aget_query_embedding(self, query):
-        return self._get_text_embedding(query)
-
-
-def faiss_store():
-    faiss = pytest.importorskip("faiss")
-    stores = pytest.importorskip("llama_index.vector_stores.faiss")
-    return stores.FaissMapVectorStore(faiss_index=faiss.IndexIDMap2(faiss.IndexFlatL2(26)))
-
-
-class TextStore(BasePydanticVectorStore):
-    """Keeps whole nodes, as the database-backed stores do."""
-
-    stores_text: bool = True
-    flavour: str = "plain"
-    rows: dict = {}  # noqa: RUF012  (pydantic copies it)
-
-    @property
-    def client(self):
-        return "the client"
-
-    def add(self, nodes, **kwargs):
-        self.rows.update({node.node_id: node for node in nodes})
-        return [node.node_id for node in nodes]
-
-    def delete(self, ref_doc_id, **kwargs):
-        for node_id in [i for i, node in self.rows.items() if node.ref_doc_id == ref_doc_id]:
-            del self.rows[node_id]
-
-    def delete_nodes(self, node_ids=None, filters=None, **kwargs):
-        for node_id in node_ids:
-            self.rows.pop(node_id, None)
-
-    def clear(self):
-        self.rows.clear()
-
-    def get_nodes(self, node_ids=None, filters=None):
-        return [node for i, node in self.rows.items() if node_ids is None or i in node_ids]
-
-    def query(self, query, **kwargs):
-        nodes = list(self.rows.values())[: query.similarity_top_k]
-        return VectorStoreQueryResult(nodes=nodes, similarities=[1.0] * len(nodes), ids=[n.node_id for n in nodes])
-
-
-STORES = {"simple": SimpleVectorStore, "faiss": faiss_store, "text": TextStore}
+STORES = {"simple": SimpleVectorStore, "faiss": faiss_map_store, "text": TextStore}
 
 
 @pytest.fixture(params=STORES)
 def store(request):
     return STORES[request.param]()
-
-
-def documents(*names):
-    return [Document(text=TEXTS[name], id_=name, metadata={"topic": name}) for name in names or TEXTS]
-
-
-def make_index(docs, store=None):
-    storage = StorageContext.from_defaults(vector_store=store or SimpleVectorStore())
-    return VectorStoreIndex.from_documents(
-        docs,
-        storage_context=storage,
-        embed_model=LetterEmbedding(),
-        transformations=[SentenceSplitter(chunk_size=200, chunk_overlap=0)],
-    )
-
-
-def llm_text(name, text=None):
-    """The text of a document's only node as it stands in a prompt."""
-    node = TextNode(text=text or TEXTS[name], metadata={"topic": name})
-    return node.get_content(MetadataMode.LLM).strip()
-
-
-def are_cached(llm, texts):
-    """Whether each text is cached behind the head; leaves the cache as it was."""
-    answers = []
-    for text in texts:
-        report = llm.engine.ingest([text], head=llm.head(), doc_ids=["probe"], progress=False)
-        answers.append(report.chunks == 0)
-        llm.engine.forget(["probe"])
-    return answers
 
 
 def recorded(llm, monkeypatch):
@@ -351,7 +243,7 @@ def test_a_date_in_the_head_is_pointed_out(llm, caplog):
         llm.attach(index, show_progress=False)
         assert "date" not in caplog.text
         today = "{{ date_string if date_string is defined else strftime_now('%d %b %Y') }}"
-        llm.engine.tokenizer.chat_template = today + CHAT_TEMPLATE
+        llm.engine.tokenizer.chat_template = today + BOS + CHAT_TEMPLATE
         llm.attach(index, show_progress=False)
     assert "not reused tomorrow" in caplog.text
     caplog.clear()
@@ -538,7 +430,7 @@ def test_clearing_the_store_erases_all(llm, mode):
 
 
 def test_a_node_id_given_to_a_store_that_takes_node_ids_erases_that_node(llm):
-    index = make_index(documents(), faiss_store())
+    index = make_index(documents(), faiss_map_store())
     llm.attach(index, show_progress=False)
     bees = next(i for i, node in index.docstore.docs.items() if node.ref_doc_id == "bees")
     index.vector_store.delete(bees)

@@ -100,6 +100,7 @@ class WatchedEngine:
     fail_at: int = 0
     model_name: str = "watched"
     context_window: int = 4096
+    policy: object = field(default_factory=lambda: SimpleNamespace(full_prefill=False))
     steps: int = 0
     closed_streams: int = 0
     calls: list = field(default_factory=list)
@@ -117,6 +118,12 @@ class WatchedEngine:
 def make_llm(chat_template=None, llm_options=None, **engine_options):
     engine = WatchedEngine(tokenizer=byte_tokenizer(chat_template), **engine_options)
     return BlendLLM(engine=engine, **(llm_options or {})), engine
+
+
+def with_tokenizer_of(monkeypatch, tokenizer):
+    """Let any model name stand for a model with this tokenizer."""
+    loader = SimpleNamespace(from_pretrained=lambda model, **options: tokenizer)
+    monkeypatch.setattr(engine_handle_module, "AutoTokenizer", loader)
 
 
 def user(text):
@@ -177,6 +184,7 @@ def test_metadata_reads_config_files_and_no_weights(monkeypatch):
         return SimpleNamespace(name="tiny", context_window=8192, has_chat_template=True)
 
     monkeypatch.setattr(engine_handle_module, "read_model_info", info)
+    with_tokenizer_of(monkeypatch, byte_tokenizer(CHAT_TEMPLATE))
     llm = BlendLLM(model="somewhere", max_new_tokens=100)
     for _ in range(3):
         metadata = llm.metadata
@@ -546,6 +554,7 @@ def test_the_engine_is_made_once_on_first_use_with_the_configuration(monkeypatch
     facts = SimpleNamespace(name="tiny", context_window=512, has_chat_template=False)
     monkeypatch.setattr("llama_index.llms.rag_blend.base.BlendEngine", Factory)
     monkeypatch.setattr(engine_handle_module, "read_model_info", lambda model: facts)
+    with_tokenizer_of(monkeypatch, byte_tokenizer())
     llm = BlendLLM("somewhere", storage="x/", recompute_ratio=0.5, engine_options={"device": "cpu"})
     assert not made
     threads = [threading.Thread(target=llm.complete, args=("p",)) for _ in range(4)]

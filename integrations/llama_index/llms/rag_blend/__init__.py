@@ -12,6 +12,9 @@ Example:
 """
 
 from llama_index.llms.rag_blend.base import BlendLLM
+from llama_index.llms.rag_blend.callback_handler import BlendCallbackHandler
+from llama_index.llms.rag_blend.events import BlendEvent
+from llama_index.llms.rag_blend.precompute import PrecomputeKV
 from llama_index.llms.rag_blend.vector_store import BlendVectorStore
 
-__all__ = ["BlendLLM", "BlendVectorStore"]
+__all__ = ["BlendCallbackHandler", "BlendEvent", "BlendLLM", "BlendVectorStore", "PrecomputeKV"]

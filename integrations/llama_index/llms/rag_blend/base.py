@@ -1,9 +1,10 @@
 """BlendLLM: a LlamaIndex LLM that reuses the KV caches of the retrieved chunks."""
 
+import functools
 import logging
 import os
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import closing
 from typing import Any, Literal, cast
 
@@ -23,6 +24,7 @@ from llama_index.core.base.llms.types import (
 )
 from llama_index.core.bridge.pydantic import ConfigDict, Field, PrivateAttr
 from llama_index.core.indices.base import BaseIndex
+from llama_index.core.instrumentation.span import active_span_id
 from llama_index.core.llms.callbacks import llm_chat_callback, llm_completion_callback
 from llama_index.core.llms.custom import CustomLLM
 from llama_index.core.llms.llm import default_completion_to_prompt
@@ -34,6 +36,8 @@ from llama_index.llms.rag_blend.engine_handle import NO_MODEL, EngineHandle, Mod
 from llama_index.llms.rag_blend.head import head_ids, says_today
 from llama_index.llms.rag_blend.messages import Prompt, render_chat
 from llama_index.llms.rag_blend.options import generation_options
+from llama_index.llms.rag_blend.rehearsal import front_of, is_rehearsed
+from llama_index.llms.rag_blend.reporting import report
 from llama_index.llms.rag_blend.threads import call_in_thread, iterate_in_thread
 from llama_index.llms.rag_blend.vector_store import attach_index
 
@@ -45,6 +49,9 @@ _DATED_HEAD = (
     "The model's chat template writes today's date in front of the context, so what is cached today is not "
     "reused tomorrow. Fix the date, for Llama 3.2 with chat_template_kwargs={'date_string': '26 Jul 2024'}."
 )
+
+# Arguments for loading a model that its tokenizer needs as well.
+_TOKENIZER_OPTIONS = ("revision", "trust_remote_code", "local_files_only")
 
 # These belong to the process, not to the configuration: a copy in another process gets its own.
 _NOT_PICKLED = frozenset({"callback_manager", "rate_limiter"})
@@ -98,6 +105,7 @@ class BlendLLM(CustomLLM):
     )
 
     _handle: EngineHandle = PrivateAttr()
+    _reserves: dict[tuple[str, str], int] = PrivateAttr(default_factory=dict)
 
     def __init__(
         self,
@@ -134,16 +142,51 @@ class BlendLLM(CustomLLM):
         """Window, answer length and kind of the model; read from config files, without loading weights."""
         facts = self._handle.facts(self.model)
         return LLMMetadata(
-            context_window=self.context_window or _reported_window(facts),
+            context_window=self.context_window or facts.context_window - self._reserve(facts),
             num_output=int(self.generate_kwargs.get("max_new_tokens", self.max_new_tokens)),
             is_chat_model=self._is_chat(facts),
             model_name=facts.name,
         )
 
+    def _reserve(self, facts: ModelFacts) -> int:
+        """Return how many tokens of the window LlamaIndex must leave free.
+
+        It packs chunks by the plain texts, and knows nothing of what the chat template and this LLM's own prompts
+        add. A part that does not depend on that is left for a tokenizer that is not the model's.
+        """
+        wrapper = self.query_wrapper_prompt
+        own = (self.system_prompt or "", wrapper.get_template() if wrapper is not None else "")
+        if own not in self._reserves:
+            try:
+                around = self._chat_prompt([ChatMessage(role="system", content=own[0]), ChatMessage(content=own[1])])
+            except ValueError:  # the template wants another conversation than this one
+                around = Prompt("\n\n".join(own))
+            self._reserves[own] = len(self.tokenizer(around.text))
+        return self._reserves[own] + min(128, facts.context_window // 16)
+
     def _is_chat(self, facts: ModelFacts) -> bool:
         return facts.has_chat_template if self.is_chat_model is None else self.is_chat_model
 
+    @property
+    def tokenizer(self) -> Callable[[str], list[int]]:
+        """The model's tokenizer as LlamaIndex wants it: `Settings.tokenizer = llm.tokenizer`.
+
+        Splitters and prompt packing then count as the model does. Loads no weights.
+        """
+        return functools.partial(self._tokenizer.encode, add_special_tokens=False, verbose=False)
+
+    @property
+    def _tokenizer(self) -> Any:
+        given = self.engine_options.get("model_kwargs") or {}
+        loading = {name: given[name] for name in _TOKENIZER_OPTIONS if name in given}
+        return self._handle.tokenizer(self.model, loading)
+
     # -- the engine --
+
+    @property
+    def handle(self) -> EngineHandle:
+        """What copies of this LLM share: the engine, and what is known of its chunks and prompts."""
+        return self._handle
 
     @property
     def engine(self) -> BlendEngine:
@@ -314,10 +357,14 @@ class BlendLLM(CustomLLM):
         # The prompt comes as a callable: rendering needs the tokenizer, so it may load the model, and that
         # has to happen in the worker thread of the async endpoints.
         with not_swallowed():
-            text, special = prompt()
+            asked = prompt()
+            if is_rehearsed(asked):
+                return CompletionResponse(text="")
             options = self._options(kwargs)
-            generation = self.engine.generate(text, add_special_tokens=special, cancel=cancel, **options)
-        return responses.completion(generation)
+            generation = self.engine.generate(
+                asked.text, add_special_tokens=asked.add_special_tokens, cancel=cancel, **options
+            )
+        return responses.completion(generation, self._report(asked, active_span_id.get()))
 
     async def _acomplete(self, prompt: Callable[[], Prompt], kwargs: dict[str, Any]) -> CompletionResponse:
         cancel = threading.Event()
@@ -329,12 +376,28 @@ class BlendLLM(CustomLLM):
         kwargs: dict[str, Any],
         cancel: threading.Event | None = None,
     ) -> CompletionResponseGen:
+        return self._chunks(prompt, kwargs, cancel, active_span_id.get())
+
+    def _chunks(
+        self,
+        prompt: Callable[[], Prompt],
+        kwargs: dict[str, Any],
+        cancel: threading.Event | None,
+        span_id: str | None,
+    ) -> CompletionResponseGen:
         with not_swallowed():
-            text, special = prompt()
+            asked = prompt()
+            if is_rehearsed(asked):
+                yield CompletionResponse(text="", delta="")
+                return
             options = self._options(kwargs)
+            text, special = asked
             # `closing` reaches the engine whether the consumer finishes, closes, fails or drops the generator.
             with closing(self.engine.stream(text, add_special_tokens=special, cancel=cancel, **options)) as stream:
-                yield from responses.completion_chunks(stream)
+                yield from responses.completion_chunks(stream, self._report(asked, span_id))
+
+    def _report(self, asked: Prompt, span_id: str | None) -> responses.Report:
+        return lambda stats, tokens: report(self, asked, stats, tokens, span_id)
 
     def _stream_as_chat(
         self,
@@ -342,8 +405,7 @@ class BlendLLM(CustomLLM):
         kwargs: dict[str, Any],
         cancel: threading.Event | None = None,
     ) -> ChatResponseGen:
-        with closing(self._stream(prompt, kwargs, cancel)) as chunks:
-            yield from (responses.as_chat(chunk) for chunk in cast(Iterator[CompletionResponse], chunks))
+        return responses.chat_chunks(self._stream(prompt, kwargs, cancel))
 
     def _options(self, kwargs: dict[str, Any]) -> dict[str, Any]:
         return generation_options(self.generate_kwargs, kwargs, self.max_new_tokens)
@@ -355,7 +417,7 @@ class BlendLLM(CustomLLM):
             return Prompt(prompt)
         if self.completion_to_prompt not in (None, default_completion_to_prompt):
             return Prompt(cast(Callable[[str], str], self.completion_to_prompt)(prompt))
-        if self.metadata.is_chat_model:
+        if self._is_chat(self._handle.facts(self.model)):
             return self._chat_prompt([ChatMessage(role=MessageRole.USER, content=prompt)])
         return Prompt(prompt)
 
@@ -363,8 +425,9 @@ class BlendLLM(CustomLLM):
         own = self.messages_to_prompt
         if own is not None and own is not plain_messages_to_prompt:
             return Prompt(own(messages))
-        if self._handle.facts(self.model).has_chat_template and self.metadata.is_chat_model:
-            return render_chat(self.engine.tokenizer, messages, self.chat_template_kwargs)
+        facts = self._handle.facts(self.model)
+        if facts.has_chat_template and self._is_chat(facts):
+            return render_chat(self._tokenizer, messages, self.chat_template_kwargs)
         return Prompt(plain_messages_to_prompt(messages))
 
     def _template_prompt(self, template: BasePromptTemplate, context: str) -> Prompt:
@@ -376,23 +439,33 @@ class BlendLLM(CustomLLM):
 
     # -- ingestion --
 
-    def head(self, text_qa_template: BasePromptTemplate | None = None) -> list[int]:
-        """Return the token ids with which the prompts of a query engine start, up to the context.
+    def head(self, text_qa_template: BasePromptTemplate | None = None, engine: object = None) -> list[int]:
+        """Return the token ids with which the prompts of an engine start, up to the context. Loads no weights.
 
         Args:
-            text_qa_template: The template that the query engine uses; None: LlamaIndex's default.
+            text_qa_template: The template that a query engine uses; None: LlamaIndex's default.
+            engine: Or a query engine, chat engine or response synthesizer made with this LLM. It is asked a question
+                about a stand-in text, which never reaches the model, to see the prompt that it makes.
 
         Returns:
             Token ids, special tokens included.
+
+        Raises:
+            ValueError: The template, or the engine's prompt, does not show the context.
+            TypeError: The engine leaves prompts to other engines.
         """
+        if engine is not None:
+            front, special = front_of(engine)
+            return head_ids(self._tokenizer, lambda context: Prompt(front + context, special))
         template = text_qa_template or DEFAULT_TEXT_QA_PROMPT_SEL
-        return head_ids(self.engine.tokenizer, lambda context: self._template_prompt(template, context))
+        return head_ids(self._tokenizer, lambda context: self._template_prompt(template, context))
 
     def attach(
         self,
         index: BaseIndex[Any],
         head: str | Sequence[int] | None = None,
         text_qa_template: BasePromptTemplate | None = None,
+        engine: object = None,
         show_progress: bool = True,
     ) -> IngestReport:
         """Cache the chunks of an index now, and follow everything that is added, refreshed or deleted later.
@@ -401,36 +474,39 @@ class BlendLLM(CustomLLM):
         cached is skipped) and needed once per process, since the wrapping is not saved with the index.
 
         A chunk is reused only behind the text it was cached with, the head. By default that is the head of
-        the prompts of `index.as_query_engine(llm=llm)`; give the template or the text when you use another.
+        the prompts of `index.as_query_engine(llm=llm)`; name another by one of the three arguments. An index
+        may be attached for several heads, one call each; every chunk is then cached once for each of them.
 
         Args:
             index: A vector index.
             head: Text (or token ids) in front of the context; for a chat model the rendered text.
             text_qa_template: The query engine's own `text_qa_template`.
+            engine: The query or chat engine itself; see `head`.
             show_progress: Show progress bars, now and for later additions.
 
         Returns:
             What was cached now.
         """
-        return attach_index(self, index, self._head_of(head, text_qa_template), show_progress)
+        return attach_index(self, index, self.head_of(head, text_qa_template, engine), show_progress)
 
-    def _head_of(self, head: str | Sequence[int] | None, text_qa_template: BasePromptTemplate | None) -> list[int]:
-        if head is None:
-            ids = self.head(text_qa_template)
-            if not self.chat_template_kwargs and says_today(self.engine.tokenizer, ids):
-                logger.warning(_DATED_HEAD)
-            return ids
+    def head_of(
+        self, head: str | Sequence[int] | None, text_qa_template: BasePromptTemplate | None, engine: object
+    ) -> list[int]:
+        """Return the token ids of the head that the arguments of `attach` name.
+
+        Args:
+            head: See `attach`, like the other two.
+            text_qa_template: See `attach`.
+            engine: See `attach`.
+        """
+        if sum(given is not None for given in (head, text_qa_template, engine)) > 1:
+            raise ValueError("give one of head, text_qa_template and engine: each of them names the head")
         if isinstance(head, str):
             special = False if self.metadata.is_chat_model else None
-            return head_ids(self.engine.tokenizer, lambda context: Prompt(head + context, special))
-        return [int(token) for token in head]
-
-
-def _reported_window(facts: ModelFacts) -> int:
-    """Return the window that LlamaIndex may fill.
-
-    It packs chunks by the plain texts, counted with a tokenizer that is usually not the model's, and knows
-    nothing of the role markers that the chat template adds. The reserve keeps such a packed prompt inside
-    the real window.
-    """
-    return facts.context_window - min(128, facts.context_window // 16)
+            return head_ids(self._tokenizer, lambda context: Prompt(head + context, special))
+        if head is not None:
+            return [int(token) for token in head]
+        ids = self.head(text_qa_template, engine)
+        if not self.chat_template_kwargs and says_today(self._tokenizer, ids):
+            logger.warning(_DATED_HEAD)
+        return ids

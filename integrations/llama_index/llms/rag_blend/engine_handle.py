@@ -2,8 +2,13 @@
 
 import dataclasses
 import threading
+import weakref
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
+
+from llama_index.llms.rag_blend.known_heads import KnownHeads
+from llama_index.llms.rag_blend.messages import Prompt
+from transformers import AutoTokenizer
 
 from rag_blend import BlendEngine, read_model_info
 
@@ -20,6 +25,13 @@ class ModelFacts:
     has_chat_template: bool
 
 
+class Listener(Protocol):
+    """Wants to know of every answered prompt."""
+
+    def answered(self, prompt: Prompt) -> None:
+        """A prompt has been answered. Must return at once, and raise nothing."""
+
+
 class EngineHandle:
     """Holds a given engine, or the one that is made from a model name when it is first needed.
 
@@ -30,7 +42,10 @@ class EngineHandle:
     def __init__(self, engine: BlendEngine | None = None) -> None:
         """Hold `engine`; None means that one will be made."""
         self.given = engine is not None
+        self.heads = KnownHeads()
+        self.listeners: weakref.WeakSet[Listener] = weakref.WeakSet()
         self._engine = engine
+        self._tokenizer: Any = None
         self._facts: ModelFacts | None = None
         self._lock = threading.Lock()
 
@@ -40,6 +55,28 @@ class EngineHandle:
             if self._engine is None:
                 self._engine = make()
             return self._engine
+
+    @property
+    def is_loaded(self) -> bool:
+        """Whether the engine is there already."""
+        return self._engine is not None
+
+    def tokenizer(self, model: str | None, loading: dict[str, Any]) -> Any:
+        """Return the model's tokenizer, without loading weights.
+
+        Args:
+            model: Folder or hub id.
+            loading: Arguments for `from_pretrained`.
+        """
+        engine = self._engine
+        if engine is not None:
+            return engine.tokenizer
+        if model is None:
+            raise ValueError(NO_MODEL)
+        with self._lock:
+            if self._tokenizer is None:
+                self._tokenizer = AutoTokenizer.from_pretrained(model, **loading)
+            return self._tokenizer
 
     def facts(self, model: str | None) -> ModelFacts:
         """Return the facts about the model, from its config files when the engine is not there yet."""

@@ -4,10 +4,12 @@ import logging
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
+from llama_index.core.async_utils import asyncio_run
 from llama_index.core.indices.base import BaseIndex
-from llama_index.core.schema import BaseNode, MetadataMode
+from llama_index.core.schema import BaseNode
 from llama_index.core.vector_stores.types import BasePydanticVectorStore, MetadataFilters
 from llama_index.core.vector_stores.utils import build_metadata_filter_fn
+from llama_index.llms.rag_blend.nodes import document_of, ingest_nodes, total
 
 from rag_blend import IngestReport
 
@@ -55,11 +57,20 @@ class _StoreNodes:
         self._store = store
 
     def all(self) -> list[BaseNode]:
-        return self._store.get_nodes()
+        return self._get()
 
     def some(self, node_ids: Sequence[str]) -> list[BaseNode]:
         # An empty list means "no condition" to some stores.
-        return self._store.get_nodes(node_ids=list(node_ids)) if node_ids else []
+        return self._get(list(node_ids)) if node_ids else []
+
+    def _get(self, node_ids: list[str] | None = None) -> list[BaseNode]:
+        try:
+            return self._store.get_nodes(node_ids=node_ids)
+        except Exception as error:
+            try:  # a store made with an asynchronous client only
+                return list(asyncio_run(self._store.aget_nodes(node_ids=node_ids)))
+            except Exception:
+                raise error from None
 
 
 def nodes_of_index(index: BaseIndex[Any], store: BasePydanticVectorStore) -> NodeSource:
@@ -78,7 +89,7 @@ class NodeCache:
     Args:
         llm: Whose engine caches the texts.
         store: The vector store that the nodes are in.
-        head: Token ids in front of the context; None: found out when first needed.
+        head: Token ids in front of the context; None: found out when first needed. `bind` adds more.
         show_progress: Show progress bars.
     """
 
@@ -88,13 +99,13 @@ class NodeCache:
         """Start with no nodes known."""
         self.llm = llm
         self._store = store
-        self._head = head
+        self._heads = [] if head is None else [list(head)]
         self._show_progress = show_progress
         self._source: NodeSource = _StoreNodes(store)
         self._live: dict[str, str] = {}  # node id -> document id, of all nodes known to be in the store
 
     def bind(self, source: NodeSource, head: Sequence[int], show_progress: bool) -> IngestReport:
-        """Take over an index: remember where its nodes are and cache those that are there.
+        """Take over an index: remember where its nodes are and cache those that are there behind one more head.
 
         Args:
             source: Where the index keeps its nodes.
@@ -104,7 +115,9 @@ class NodeCache:
         Returns:
             What was cached.
         """
-        self._source, self._head, self._show_progress = source, head, show_progress
+        self._source, self._show_progress = source, show_progress
+        if list(head) not in self._heads:
+            self._heads.append(list(head))
         try:
             nodes = source.all()
         except NotImplementedError:
@@ -115,7 +128,7 @@ class NodeCache:
             )
             nodes = []
         self._remember(nodes)
-        return self._ingest(nodes)
+        return ingest_nodes(self.llm, nodes, head, show_progress)
 
     # -- the store has changed --
 
@@ -176,8 +189,8 @@ class NodeCache:
         if filters is None:
             known = {node_id: self._live[node_id] for node_id in wanted if node_id in self._live}
             unknown = [node_id for node_id in wanted if node_id not in known]
-            return known | {node.node_id: _document_of(node) for node in self._read(unknown)}
-        return {node.node_id: _document_of(node) for node in self._matching(wanted, filters)}
+            return known | {node.node_id: document_of(node) for node in self._read(unknown)}
+        return {node.node_id: document_of(node) for node in self._matching(wanted, filters)}
 
     # -- helpers --
 
@@ -188,7 +201,7 @@ class NodeCache:
         return [node for node_id, node in nodes.items() if meets(node_id)]
 
     def _remember(self, nodes: Iterable[BaseNode]) -> None:
-        self._live.update({node.node_id: _document_of(node) for node in nodes})
+        self._live.update({node.node_id: document_of(node) for node in nodes})
 
     def _drop(self, node_ids: Iterable[str]) -> None:
         for node_id in node_ids:
@@ -203,18 +216,11 @@ class NodeCache:
             logger.warning("Cannot read %d nodes back from the store (%s)", len(node_ids), _reason(error))
             return []
 
-    def _ingest(self, nodes: Iterable[BaseNode], suffix: str = "") -> IngestReport:
-        texts, docs = [], []
-        for node in nodes:
-            # Exactly what the response synthesizer puts in the prompt, metadata lines included.
-            text = node.get_content(metadata_mode=MetadataMode.LLM).strip()
-            if text:
-                texts.append(text)
-                docs.append(_document_of(node) + suffix)
-        if self._head is None:
-            self._head = self.llm.head()
-        progress = self._show_progress and bool(texts) and not suffix
-        return self.llm.engine.ingest(texts, head=self._head, doc_ids=docs, progress=progress)
+    def _ingest(self, nodes: Sequence[BaseNode], suffix: str = "") -> IngestReport:
+        if not self._heads:
+            self._heads.append(self.llm.head())
+        progress = self._show_progress and not suffix
+        return total(ingest_nodes(self.llm, nodes, head, progress, suffix) for head in list(self._heads))
 
     def _try_ingest(self, nodes: Sequence[BaseNode], consequence: str, suffix: str = "") -> None:
         if not nodes:
@@ -242,10 +248,6 @@ class NodeCache:
             "replaced. This index is being cached again; attach other indexes of this namespace again."
         )
         self._try_ingest(self._read(list(self._live)), "Attach the index again.")
-
-
-def _document_of(node: BaseNode) -> str:
-    return node.ref_doc_id or node.node_id
 
 
 def _reason(error: Exception) -> str:

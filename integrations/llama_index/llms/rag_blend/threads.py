@@ -6,6 +6,7 @@ the engine, and a queue there must not starve the other users of that small pool
 
 import asyncio
 import contextlib
+import contextvars
 import threading
 from collections.abc import AsyncGenerator, Callable, Iterator
 from typing import Any, TypeVar
@@ -38,18 +39,25 @@ async def call_in_thread(call: Callable[[], T], cancel: threading.Event | None =
     return result
 
 
-async def iterate_in_thread(start: Callable[[], Iterator[T]], cancel: threading.Event) -> AsyncGenerator[T, None]:
+def iterate_in_thread(start: Callable[[], Iterator[T]], cancel: threading.Event) -> AsyncGenerator[T, None]:
     """Iterate over a blocking iterator without blocking the event loop.
 
-    Nothing runs before the first item is awaited.
+    Nothing runs before the first item is awaited. The thread sees the context variables as they are now, so that
+    events raised in it belong to the span that asked.
 
     Args:
         start: Makes the iterator; called in the thread because it may load the model.
         cancel: Set as soon as the consumer stops: end, `aclose()`, cancelled task or garbage collection.
 
-    Yields:
+    Returns:
         The items. An exception of the iterator is raised at the place where the next item was due.
     """
+    return _iterate(start, cancel, contextvars.copy_context())
+
+
+async def _iterate(
+    start: Callable[[], Iterator[T]], cancel: threading.Event, context: contextvars.Context
+) -> AsyncGenerator[T, None]:
     loop = asyncio.get_running_loop()
     queue: asyncio.Queue[Any] = asyncio.Queue()
 
@@ -67,7 +75,7 @@ async def iterate_in_thread(start: Callable[[], Iterator[T]], cancel: threading.
         else:
             post(_END)
 
-    threading.Thread(target=pump, name="rag-blend-llama-index", daemon=True).start()
+    threading.Thread(target=context.run, args=(pump,), name="rag-blend-llama-index", daemon=True).start()
     try:
         while (item := await queue.get()) is not _END:
             if isinstance(item, _Failure):
