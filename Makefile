@@ -6,7 +6,7 @@ INSTALLED := $(VENV)/.installed
 export OMP_WAIT_POLICY ?= passive
 export TOKENIZERS_PARALLELISM ?= false
 
-.PHONY: demo test lint format bench-match bench-quality bench-figures clean
+.PHONY: demo test lint format reliability bench-match bench-quality bench-figures clean
 
 demo: $(INSTALLED)
 	$(BIN)/python examples/demo.py
@@ -22,6 +22,10 @@ lint: $(INSTALLED)
 format: $(INSTALLED)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+
+# Breaks stores under a running engine and writes docs/reliability.md. Needs redis-server on the PATH.
+reliability: $(INSTALLED)
+	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python tests/faults.py
 
 bench-match: $(INSTALLED)
 	$(BIN)/python examples/benchmarks/bench_match.py

@@ -5,12 +5,19 @@ The file holds ``token_ids`` (int32), possibly ``chunk_staleness`` (float16, see
 contiguous read. The metadata name the origin and carry one xxh3 checksum per layer, over its number, dtype, shape and
 bytes, and one of the staleness; the entry's key is a digest of origin and token ids. So a header that says something
 else than was written is found out.
+
+With another codec than ``raw`` the metadata also name the codec (the checksums then cover its name, too), and dtype
+and shape of what the layers decode to; a layer is the codec's bytes (uint8). The key says nothing of the codec: it
+names what was cached, and any way of writing that down is good enough to read. So a store may hold entries of several
+codecs, an engine uses them all, and changing its codec loses nothing and changes nothing that is stored already. An
+entry whose codec is unknown here, because a newer version wrote it or a library is missing, is not ours to judge: it is
+a miss, and stays where it is.
 """
 
 from __future__ import annotations
 
 import json
-import math
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -19,15 +26,20 @@ import torch
 import xxhash
 from safetensors.torch import save
 
-from rag_blend.chunk import FORMAT, ChunkKV, ChunkOrigin, LayerKV, chunk_key
-from rag_blend.errors import CorruptChunkError
+from rag_blend.chunk import FORMAT, NO_TOKENS, ChunkKV, ChunkOrigin, LayerKV, chunk_key
+from rag_blend.codecs import Codec, codec_of
+from rag_blend.codecs.base import Shape
+from rag_blend.codecs.raw import RawCodec
+from rag_blend.errors import CorruptChunkError, FingerprintMismatchError
 from rag_blend.storage import EntryReader
 
 MAX_HEADER_BYTES = 1 << 20
 _FIRST_READ = 1 << 14  # enough for the header of most models: one read instead of two
 _DTYPES = {"F16": torch.float16, "BF16": torch.bfloat16, "F32": torch.float32}
+_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 _IDS = "token_ids"
 _STALENESS = "chunk_staleness"  # safetensors sorts by name: so it lies beside header and ids, in front of the layers
+_RAW = RawCodec()
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,51 +50,55 @@ class EntryHeader:
         origin: What the cache was computed with.
         token_ids: The chunk's ids, int32, shape (num_tokens,).
         shape: Of every layer: (2, num_kv_heads, num_tokens, head_dim).
-        dtype: Of every layer.
+        dtype: Of every layer, as it is read.
+        codec: How the layers are written down.
         offsets: First byte of each layer in the file.
-        checksums: xxh3_128 of each layer's number, dtype, shape and bytes.
+        lengths: How many bytes each layer takes there.
+        checksums: xxh3_128 of each layer's number, codec, dtype, shape and bytes.
         staleness: See `ChunkKV.staleness`.
     """
 
     origin: ChunkOrigin
     token_ids: np.ndarray
-    shape: tuple[int, int, int, int]
+    shape: Shape
     dtype: torch.dtype
+    codec: Codec
     offsets: tuple[int, ...]
+    lengths: tuple[int, ...]
     checksums: tuple[str, ...]
     staleness: np.ndarray | None = None
 
-    @property
-    def layer_bytes(self) -> int:
-        """Bytes of one layer."""
-        return math.prod(self.shape) * self.dtype.itemsize
 
-
-def encode_entry(chunk: ChunkKV, dtype: torch.dtype) -> bytes:
+def encode_entry(chunk: ChunkKV, dtype: torch.dtype, codec: Codec = _RAW) -> bytes:
     """Serialise a chunk.
 
     Args:
         chunk: The cache; keys and values of shape (num_kv_heads, num_tokens, head_dim).
-        dtype: Stored dtype. float16 gives way to bfloat16 where a value would overflow.
+        dtype: What lossless codecs store. float16 gives way to bfloat16 where a value would overflow.
+        codec: How layers are written down. A lossy one gives way to `raw` for what was cached behind nothing, which is
+            a prompt's head: all later tokens attend to its first ones, so that their errors are everybody's, and it is
+            short.
 
     Raises:
-        ValueError: A key or value is NaN or infinite, or too large even for bfloat16.
+        ValueError: A key or value is NaN or infinite, or too large even for bfloat16, or for the codec.
     """
-    layers = [torch.stack([kv.keys, kv.values]).cpu() for kv in chunk.layers]
-    stored = [layer.to(dtype) for layer in layers]
-    if not all(_is_finite(layer) for layer in stored):
-        if not all(_is_finite(layer) for layer in layers):
-            raise ValueError("keys or values are not finite")
-        stored = [layer.to(torch.bfloat16) for layer in layers]
-        if not all(_is_finite(layer) for layer in stored):
-            raise ValueError("keys or values are too large to be stored")
-    stored = [layer.contiguous() for layer in stored]
+    if not codec.lossless and chunk.origin.head == chunk.origin.prime == NO_TOKENS:
+        codec = _RAW
+    stored = _in_dtype(chunk.layers, dtype if codec.lossless else torch.float32)
+    encoded = [codec.encode(layer) for layer in stored]
+    shape, kept = tuple(stored[0].shape), stored[0].dtype
+    sums = [_checksum(i, codec, kept, shape, data) for i, data in enumerate(encoded)]
     metadata = {
         "format": FORMAT,
         "origin": json.dumps(asdict(chunk.origin)),
-        "checksums": json.dumps([_checksum(i, layer) for i, layer in enumerate(stored)]),
+        "checksums": json.dumps(sums),
     }
-    tensors = {f"layer.{i:03d}": layer for i, layer in enumerate(stored)}
+    if codec.name == _RAW.name:  # then the file is one that says all this by itself
+        encoded = stored
+    else:
+        metadata["codec"] = codec.name
+        metadata["layers"] = json.dumps({"dtype": _NAMES[kept], "shape": shape})
+    tensors = {f"layer.{i:03d}": data for i, data in enumerate(encoded)}
     tensors[_IDS] = torch.from_numpy(np.array(chunk.token_ids, dtype=np.int32))
     if chunk.staleness is not None:
         staleness = np.array(chunk.staleness, dtype=np.float16)
@@ -91,39 +107,60 @@ def encode_entry(chunk: ChunkKV, dtype: torch.dtype) -> bytes:
     return save(tensors, metadata)
 
 
-def read_header(reader: EntryReader, key: str) -> EntryHeader:
+def read_header(reader: EntryReader, key: str, own: Codec = _RAW) -> EntryHeader:
     """Read and check an entry's header and token ids.
+
+    Args:
+        reader: The entry.
+        key: Its key.
+        own: A codec that the entry may have besides those that `codec_of` knows.
 
     Raises:
         CorruptChunkError: It is not a whole entry of this format, or it does not belong under `key`.
+        FingerprintMismatchError: Nothing here reads its codec.
         OSError: The medium does not answer.
     """
     try:
-        return _parse_header(reader, key)
+        return _parse_header(reader, key, own)
     except (ValueError, LookupError, TypeError, AttributeError, OverflowError, RecursionError) as error:
         raise CorruptChunkError(f"entry {key[:12]}: {error}") from error
 
 
 def read_layer(reader: EntryReader, header: EntryHeader, layer_idx: int) -> LayerKV:
-    """Read one layer; the tensors are in the stored dtype and must not be written to.
+    """Read one layer; the tensors are in the header's dtype and must not be written to.
 
     Raises:
-        CorruptChunkError: The bytes do not match their checksum.
+        CorruptChunkError: The bytes do not match their checksum, or are none that the codec writes.
         OSError: The medium does not answer.
     """
     if layer_idx >= len(header.offsets):
         raise CorruptChunkError(f"layer {layer_idx} of an entry of {len(header.offsets)}")
-    data = reader.read(header.offsets[layer_idx], header.layer_bytes)
-    layer = torch.from_numpy(data).view(header.dtype).view(header.shape)
-    if _checksum(layer_idx, layer) != header.checksums[layer_idx]:
+    data = torch.from_numpy(reader.read(header.offsets[layer_idx], header.lengths[layer_idx]))
+    if _checksum(layer_idx, header.codec, header.dtype, header.shape, data) != header.checksums[layer_idx]:
         raise CorruptChunkError(f"layer {layer_idx} does not match its checksum")
-    keys, values = layer
+    try:
+        keys, values = header.codec.decode(data, header.shape, header.dtype)
+    except ValueError as error:
+        raise CorruptChunkError(f"layer {layer_idx}: {error}") from error
     return LayerKV(keys, values)
 
 
-def _checksum(layer_idx: int, layer: torch.Tensor) -> str:
-    digest = xxhash.xxh3_128(f"{layer_idx} {layer.dtype} {tuple(layer.shape)}".encode())
-    digest.update(layer.view(torch.uint8).numpy().data)
+def _in_dtype(layers: Sequence[LayerKV], dtype: torch.dtype) -> list[torch.Tensor]:
+    """Contiguous layers on the CPU, (2, num_kv_heads, num_tokens, head_dim), in this dtype or else in bfloat16."""
+    given = [torch.stack([kv.keys, kv.values]).cpu() for kv in layers]
+    for wanted in (dtype, torch.bfloat16):
+        stored = [layer.to(wanted).contiguous() for layer in given]
+        if all(_is_finite(layer) for layer in stored):
+            return stored
+        if not all(_is_finite(layer) for layer in given):
+            raise ValueError("keys or values are not finite")
+    raise ValueError("keys or values are too large to be stored")
+
+
+def _checksum(layer_idx: int, codec: Codec, dtype: torch.dtype, shape: tuple[int, ...], data: torch.Tensor) -> str:
+    name = "" if codec.name == _RAW.name else f"{codec.name} "
+    digest = xxhash.xxh3_128(f"{layer_idx} {name}{dtype} {shape}".encode())
+    digest.update(data.numpy().data)
     return digest.hexdigest()
 
 
@@ -131,7 +168,7 @@ def _is_finite(tensor: torch.Tensor) -> bool:
     return bool(torch.isfinite(tensor).all())
 
 
-def _parse_header(reader: EntryReader, key: str) -> EntryHeader:
+def _parse_header(reader: EntryReader, key: str, own: Codec) -> EntryHeader:
     first = reader.read(0, min(_FIRST_READ, reader.size)).tobytes()
     length = int.from_bytes(first[:8], "little")
     if len(first) < 8 or length > min(MAX_HEADER_BYTES, reader.size - 8):
@@ -147,25 +184,38 @@ def _parse_header(reader: EntryReader, key: str) -> EntryHeader:
     origin = ChunkOrigin(**json.loads(metadata["origin"]))
     if chunk_key(origin, ids) != key:
         raise ValueError("its contents belong under another key")
+    codec = _codec_named(metadata.get("codec", _RAW.name), own)
     checksums = tuple(json.loads(metadata["checksums"]))
     layers = [fields[f"layer.{i:03d}"] for i in range(len(checksums))]
     if not layers or len(layers) != len(fields):
         raise ValueError("layers and checksums differ in number")
-    shape = _common_shape(layers, len(ids))
-    header = EntryHeader(
+    shape, dtype = _layers_are(layers, codec, metadata, len(ids))
+    spans = [_span(layer) for layer in layers]
+    sizes = codec.sizes(shape, dtype)
+    if any(end - start not in sizes or 8 + length + end > reader.size for start, end in spans):
+        raise ValueError("a layer lies outside the entry, or is not as long as it must be")
+    return EntryHeader(
         origin=origin,
         token_ids=ids,
         shape=shape,
-        dtype=_DTYPES[layers[0]["dtype"]],
-        offsets=tuple(8 + length + _span(layer)[0] for layer in layers),
+        dtype=dtype,
+        codec=codec,
+        offsets=tuple(8 + length + start for start, _ in spans),
+        lengths=tuple(end - start for start, end in spans),
         checksums=checksums,
         staleness=staleness,
     )
-    for layer in layers:
-        start, end = _span(layer)
-        if end - start != header.layer_bytes or 8 + length + end > reader.size:
-            raise ValueError("a layer lies outside the entry")
-    return header
+
+
+def _codec_named(name: str, own: Codec) -> Codec:
+    if name == own.name:
+        return own
+    if not name.isidentifier():
+        raise ValueError(f"{name!r} names no codec")
+    try:
+        return codec_of(name)
+    except (ValueError, ImportError) as error:
+        raise FingerprintMismatchError(str(error)) from error
 
 
 def _read_vector(reader: EntryReader, field: dict[str, Any], data_start: int, dtype: str) -> np.ndarray:
@@ -195,11 +245,19 @@ def _span(field: dict[str, Any]) -> tuple[int, int]:
     return start, end
 
 
-def _common_shape(layers: list[dict[str, Any]], num_tokens: int) -> tuple[int, int, int, int]:
-    shape, dtype = layers[0]["shape"], layers[0]["dtype"]
-    if any(layer["shape"] != shape or layer["dtype"] != dtype for layer in layers):
+def _layers_are(
+    layers: list[dict[str, Any]], codec: Codec, metadata: dict[str, Any], num_tokens: int
+) -> tuple[Shape, torch.dtype]:
+    """Shape and dtype that all layers have when they are read."""
+    if codec.name == _RAW.name:
+        described = layers[0]
+        alike = all(layer["shape"] == described["shape"] and layer["dtype"] == described["dtype"] for layer in layers)
+    else:
+        described = json.loads(metadata["layers"])
+        alike = all(layer["dtype"] == "U8" for layer in layers)
+    if not alike:
         raise ValueError("layers differ in shape or dtype")
-    two, heads, tokens, head_dim = (int(size) for size in shape)
+    two, heads, tokens, head_dim = (int(size) for size in described["shape"])
     if two != 2 or tokens != num_tokens or min(heads, tokens, head_dim) < 1:
-        raise ValueError(f"layers of shape {shape} for {num_tokens} tokens")
-    return two, heads, tokens, head_dim
+        raise ValueError(f"layers of shape {described['shape']} for {num_tokens} tokens")
+    return (two, heads, tokens, head_dim), _DTYPES[described["dtype"]]

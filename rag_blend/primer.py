@@ -15,32 +15,19 @@ from collections.abc import Iterator, Sequence
 from collections.abc import Set as AbstractSet
 from importlib import resources
 from itertools import islice
-from typing import NamedTuple
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from rag_blend.likeness import SHARED_RUN, PrimingText, without_overlap
 from rag_blend.prompt import chunk_ids, chunk_separator
-from rag_blend.sample import KIND, UNPRIMED, Priming, Sample, draw_sample
+from rag_blend.sample import KIND, UNPRIMED, DrawnSamples, Priming, Sample, draw_sample, samples_drawn_from
 from rag_blend.store import KVStore
 
 logger = logging.getLogger(__name__)
 
 CHOICES = ("none", "sample", "preceding")  # anything else is a text
 _NOTHING = np.empty(0, dtype=np.int32)
-
-
-class DrawnSamples(NamedTuple):
-    """The recorded samples that were drawn from some documents.
-
-    Attributes:
-        records: Names of their records.
-        primes: What chunks primed with their texts name as their priming.
-    """
-
-    records: tuple[str, ...]
-    primes: frozenset[str]
 
 
 class Primer:
@@ -110,15 +97,7 @@ class Primer:
         Raises:
             OSError: A record cannot be read, so it is not known where it came from.
         """
-        samples: dict[str, Sample] = {}
-        for name in self._store.backend.records():
-            try:
-                sample = Sample.from_json(self._store.backend.get_record(name) or b"", self._store.namespace)
-            except ValueError:
-                continue
-            if sample.documents & documents:
-                samples[name] = sample
-        return DrawnSamples(tuple(samples), frozenset[str]().union(*(sample.primes for sample in samples.values())))
+        return samples_drawn_from(self._store.backend, documents, self._store.namespace)
 
     def drop(self, samples: DrawnSamples) -> None:
         """Delete samples, once nothing is stored any more that was primed with them.

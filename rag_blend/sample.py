@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from itertools import combinations
 from typing import NamedTuple
@@ -13,6 +14,7 @@ import numpy as np
 
 from rag_blend.chunk import NO_TOKENS, Context, digest_ids, digest_json
 from rag_blend.likeness import SHARED_RUN, is_varied
+from rag_blend.storage import StorageBackend
 
 KIND = "prime-sample"  # of the record
 _PASSAGES = 4  # a sample is drawn from at least this many passages
@@ -129,3 +131,32 @@ def draw_sample(
             return None
         texts.append(text[-num_tokens:])
     return Sample(tuple(texts), frozenset(sources - {""}))
+
+
+class DrawnSamples(NamedTuple):
+    """The recorded samples that were drawn from some documents.
+
+    Attributes:
+        records: Names of their records.
+        primes: What chunks primed with their texts name as their priming.
+    """
+
+    records: tuple[str, ...]
+    primes: frozenset[str]
+
+
+def samples_drawn_from(backend: StorageBackend, documents: AbstractSet[str], namespace: str) -> DrawnSamples:
+    """A tenant's samples, of all models and lengths, that were drawn from one of these documents.
+
+    Raises:
+        OSError: A record cannot be read, so it is not known where it came from.
+    """
+    samples: dict[str, Sample] = {}
+    for name in backend.records():
+        try:
+            sample = Sample.from_json(backend.get_record(name) or b"", namespace)
+        except ValueError:
+            continue
+        if sample.documents & documents:
+            samples[name] = sample
+    return DrawnSamples(tuple(samples), frozenset[str]().union(*(sample.primes for sample in samples.values())))

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 
 from rag_blend.chunk import ChunkKV, ChunkOrigin, LayerKV, chunk_key, digest_json
+from rag_blend.codecs import Codec, codec_of
 from rag_blend.entry import EntryHeader, encode_entry, read_header, read_layer
 from rag_blend.errors import (
     ChunkNotFoundError,
@@ -46,7 +47,7 @@ class StoredChunk:
         self._reader = reader
 
     def layer(self, layer_idx: int) -> LayerKV:
-        """One layer in the stored dtype, (num_kv_heads, num_tokens, head_dim) each; not to be written to.
+        """One layer in the header's dtype, (num_kv_heads, num_tokens, head_dim) each; not to be written to.
 
         Raises:
             CorruptChunkError: The bytes are not what was written.
@@ -82,13 +83,22 @@ class KVStore:
         fingerprint: Digest of the model's `ModelFingerprint`.
         namespace: Tenant; set by the operator, never by the client of a service.
         kv_dtype: Dtype of stored keys and values.
+        codec: How new entries are written down; those of other codecs are read as well.
     """
 
-    def __init__(self, backend: StorageBackend, fingerprint: str, namespace: str, kv_dtype: torch.dtype) -> None:
+    def __init__(
+        self,
+        backend: StorageBackend,
+        fingerprint: str,
+        namespace: str,
+        kv_dtype: torch.dtype,
+        codec: str | Codec = "raw",
+    ) -> None:
         self.backend = backend
         self.fingerprint = fingerprint
         self.namespace = namespace
         self._kv_dtype = kv_dtype
+        self._codec = codec_of(codec)
         self._headers: OrderedDict[str, EntryHeader] = OrderedDict()
         self._lock = threading.Lock()
         self._counts: Counter[str] = Counter()
@@ -115,7 +125,7 @@ class KVStore:
             OSError: The medium refused.
         """
         key = chunk_key(chunk.origin, chunk.token_ids)
-        data = encode_entry(chunk, self._kv_dtype)
+        data = encode_entry(chunk, self._kv_dtype, self._codec)
         self.backend.write(key, data, label_of(chunk.origin, chunk.token_ids))
         return WrittenChunk(key, len(data))
 
@@ -255,7 +265,7 @@ class KVStore:
         try:
             reader = self.backend.open(key)
             try:
-                header = read_header(reader, key)
+                header = read_header(reader, key, self._codec)
                 self._refuse_foreign(header.origin, any_model)
             except BaseException:
                 reader.close()

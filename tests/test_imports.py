@@ -83,13 +83,13 @@ def test_there_is_no_cycle() -> None:
         visit(name, ())
 
 
-@pytest.mark.parametrize("kind", ["selectors", "storage", "models"])
+@pytest.mark.parametrize("kind", ["codecs", "selectors", "storage", "models"])
 def test_plug_ins_know_their_base_but_not_each_other(kind: str) -> None:
     for file in (PACKAGE / kind).glob("*.py"):
-        if file.stem in {"__init__", "base"}:
+        if file.stem in {"__init__", "base"} or file.stem.startswith("_"):
             continue
         siblings = {m for m in imports_of(file) if m.startswith(f"rag_blend.{kind}.")}
-        assert all(m.startswith(f"rag_blend.{kind}.base") for m in siblings), file
+        assert all(m.startswith((f"rag_blend.{kind}.base", f"rag_blend.{kind}._")) for m in siblings), file
 
 
 def test_integrations_use_public_names_only() -> None:

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 from contracts.storage import StorageContract, content, forget, key
+from processes import dead_pid, in_child, status_of
 
 import rag_blend.storage
 from rag_blend.errors import ChunkNotFoundError, CorruptChunkError
@@ -22,16 +23,23 @@ from rag_blend.storage import StorageBackend, open_storage
 from rag_blend.storage.disk import DiskBackend
 from rag_blend.storage.memory import MemoryBackend
 
-SCHEMES = sorted(m.name for m in pkgutil.iter_modules(rag_blend.storage.__path__) if m.name != "base")
+MODULES = {m.name for m in pkgutil.iter_modules(rag_blend.storage.__path__)}
+SCHEMES = sorted(name for name in MODULES - {"base"} if not name.startswith("_"))
 # How to open a backend that wants more than "<scheme>://": given an empty directory.
 URLS: dict[str, Callable[[Path], str]] = {"disk": lambda directory: f"disk://{directory}/kv"}
 
 
-def test_the_walk_finds_the_backends() -> None:
+OWN_FILES = sorted(path.stem.removeprefix("test_") for path in Path(__file__).parent.glob("test_*.py"))
+
+
+def test_every_backend_keeps_the_contract() -> None:
+    """Here, or in a test file of its own, because it needs a server or other backends."""
     assert {"disk", "memory"} <= set(SCHEMES)
+    for scheme in set(SCHEMES) & set(OWN_FILES):
+        assert "(StorageContract)" in (Path(__file__).parent / f"test_{scheme}.py").read_text("utf-8"), scheme
 
 
-@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize("scheme", sorted(set(SCHEMES) - set(OWN_FILES)))
 class TestEveryBackend(StorageContract):
     @pytest.fixture
     def backend(self, scheme: str, tmp_path: Path) -> Iterator[StorageBackend]:
@@ -95,7 +103,7 @@ def disk(tmp_path: Path) -> Iterator[DiskBackend]:
 
 
 def files(backend: DiskBackend) -> list[str]:
-    """All files below the directory, but for the document table."""
+    """All files below the directory, but for the tables."""
     found = (path for path in backend.directory.rglob("*") if path.is_file())
     return sorted(str(p.relative_to(backend.directory)) for p in found if "sqlite" not in p.name)
 
@@ -118,7 +126,7 @@ def test_files_are_private(disk: DiskBackend) -> None:
         os.umask(old)
     paths = [other.directory, *other.directory.rglob("*")]
     modes = {path.name: stat.S_IMODE(path.stat().st_mode) for path in paths}
-    assert len(modes) == 8
+    assert len(modes) == 9
     assert {n: oct(m) for n, m in modes.items() if m != (0o600 if "." in n else 0o700)} == {}
     other.close()
 
@@ -408,10 +416,12 @@ def obstacle(request: pytest.FixtureRequest) -> Callable[[Path], None]:
 
 
 def test_an_obstacle_is_no_entry(disk: DiskBackend, obstacle: Callable[[Path], None]) -> None:
+    disk.write(key(1), b"x")  # from now on the index is open
+    disk.delete(key(1))
     before = len(os.listdir("/proc/self/fd"))
     for turn in range(2):
         obstacle(entry_path(disk, key(1)))
-        with pytest.raises(OSError, match="not a regular file"):
+        with pytest.raises(CorruptChunkError, match="not a regular file"):
             disk.open(key(1))
         disk.write(key(1), b"x")
         assert content(disk, key(1)) == b"x"
@@ -453,29 +463,6 @@ def test_a_failing_link_changes_nothing(disk: DiskBackend) -> None:
 
 
 # --- disk: other processes ---
-
-
-def in_child(work: Callable[[], None]) -> int:
-    """Run `work` in a forked process; returns its pid. Its exit status is 0 if `work` returned."""
-    pid = os.fork()
-    if pid == 0:
-        try:
-            work()
-        except BaseException:
-            os._exit(1)
-        os._exit(0)
-    return pid
-
-
-def status_of(pid: int) -> int:
-    """Exit status, or minus the signal that ended the process."""
-    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-
-
-def dead_pid() -> int:
-    pid = in_child(lambda: None)
-    status_of(pid)
-    return pid
 
 
 def die(*_: object, **__: object) -> None:

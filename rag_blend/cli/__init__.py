@@ -6,6 +6,7 @@ import typer
 
 from rag_blend.cli.bench import bench
 from rag_blend.cli.calibrate import calibrate
+from rag_blend.cli.store import store
 
 app = typer.Typer(
     help="Retrieved text is prefilled once, when it is indexed, and not again for every question.",
@@ -14,6 +15,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 app.add_typer(bench, name="bench")
+app.add_typer(store, name="store")
 app.command()(calibrate)
 
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import os
 import re
+from collections.abc import Sequence
 from typing import cast
 
 from rag_blend.storage.base import EntryReader, StorageBackend, StorageStats
@@ -12,22 +14,36 @@ from rag_blend.storage.base import EntryReader, StorageBackend, StorageStats
 __all__ = ["EntryReader", "StorageBackend", "StorageStats", "open_storage"]
 
 _URL = re.compile(r"([A-Za-z][A-Za-z0-9_+.-]*)://(.*)", re.DOTALL)
+# Schemes whose backend has another name; it is given the whole URL, since the scheme tells it something.
+_ALIASES = {
+    **dict.fromkeys(("s3", "s3a", "gs", "az", "azure", "adl", "abfs", "abfss"), "object_store"),
+    **dict.fromkeys(("rediss", "valkey", "valkeys"), "redis"),
+}
+
+Place = str | os.PathLike[str] | StorageBackend
 
 
-def open_storage(where: str | os.PathLike[str] | StorageBackend | None) -> StorageBackend:
+def open_storage(where: Place | Sequence[Place] | None) -> StorageBackend:
     """Open a storage backend.
 
     Args:
-        where: A directory, a URL (``"disk://kv"``, ``"memory://"``), a backend, or None for memory.
+        where: A directory, a URL (``"disk://kv"``, ``"memory://"``), a backend, a list of these for several tiers, the
+            nearest first, or None for memory.
 
     Raises:
         ValueError: The URL's scheme has no backend here, or the backend cannot use the rest of it.
     """
+    if isinstance(where, Sequence) and not isinstance(where, str):
+        return _open_tiers(where)
     if isinstance(where, StorageBackend):
         return where
     url = "memory://" if where is None else os.fspath(where)
     found = _URL.fullmatch(url)
-    scheme, rest = (found[1].lower(), found[2]) if found else ("disk", url)
+    if found is None:
+        return _directory(url)
+    scheme, rest = found[1].lower(), found[2]
+    if scheme in _ALIASES:
+        scheme, rest = _ALIASES[scheme], url
     if scheme == "base" or not scheme.isidentifier():
         raise ValueError(f"no storage backend for {url!r}")
     try:
@@ -38,3 +54,25 @@ def open_storage(where: str | os.PathLike[str] | StorageBackend | None) -> Stora
         raise ValueError(f"no storage backend for {url!r}: use a directory or memory://") from None
     backend = getattr(module, f"{scheme.title().replace('_', '')}Backend")
     return cast(StorageBackend, backend.from_url(rest))
+
+
+def _directory(path: str) -> StorageBackend:
+    if not path or "://" in path:
+        raise ValueError(f"no storage backend for {path!r}: use a directory or memory://")
+    from rag_blend.storage.disk import DiskBackend
+
+    return DiskBackend(path)  # whatever the path looks like, it has no options
+
+
+def _open_tiers(places: Sequence[Place]) -> StorageBackend:
+    from rag_blend.storage.tiered import TieredBackend
+
+    with contextlib.ExitStack() as opened:  # closed again if a later one cannot be opened
+        tiers = []
+        for place in places:
+            tiers.append(open_storage(place))
+            if tiers[-1] is not place:
+                opened.callback(tiers[-1].close)
+        backend = TieredBackend(tiers)
+        opened.pop_all()
+    return backend

@@ -154,6 +154,14 @@ class StorageBackend(ABC):
     def unlink(self, documents: AbstractSet[str]) -> None:
         """Forget what these documents need. The entries themselves stay."""
 
+    def documents(self) -> Iterator[tuple[str, list[str]]]:
+        """All documents, each with the keys it needs.
+
+        Raises:
+            OSError: It is not kept under the documents' names.
+        """
+        raise OSError(f"{type(self).__name__} cannot list its documents")
+
     @abstractmethod
     def get_record(self, name: str) -> bytes | None:
         """A small record by its name (64 hex digits), or None."""

@@ -1,12 +1,17 @@
-"""Entries as files of a local directory, and a small SQLite table for which document needs which entry.
+"""Entries as files of a local directory, which holds no more than a quota.
 
     kv/ab/ab12….safetensors     one entry; the name is the key
-    kv/ab/ab12….safetensors.bad a damaged entry, set aside for inspection
+    kv/ab/ab12….safetensors.bad a damaged entry, set aside for inspection; the latest few are kept
     kv/records/….json           small records, e.g. the text that chunks were primed with
     kv/documents.sqlite         document -> keys (never the truth about which entries exist)
+    kv/index.sqlite             size, label and last use of each file; made again from the files when it is lost
 
 What has one of these names but is no such file (damaged, a directory, a FIFO) is renamed to `….bad` when it is in the
 way. The directory may be removed under an open backend: it is made again when something is written.
+
+The quota belongs to the directory. Before an entry is written, the entries that were not used for longest are removed
+until there is room for it, and what is being written counts; records and the two tables do not. An entry that is being
+read stays readable: this process does not remove it, another one takes away its name but not the open file.
 
 The files are private to the user (0700 / 0600): a KV cache reveals the text it was made from.
 """
@@ -15,41 +20,54 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import fcntl
 import logging
 import os
 import re
-import secrets
-import sqlite3
-import stat
 import threading
-import time
-from collections.abc import Callable, Iterable, Iterator
+from collections import Counter
+from collections.abc import Iterable, Iterator
 from collections.abc import Set as AbstractSet
 from pathlib import Path
-from typing import TypeVar
+from typing import NoReturn
+from urllib.parse import parse_qsl
 
 import numpy as np
 
 from rag_blend.errors import ChunkNotFoundError, CorruptChunkError
-from rag_blend.storage.base import Bytes, EntryReader, StorageBackend, checked_key
+from rag_blend.storage._documents import DocumentTable
+from rag_blend.storage._files import (
+    NotAFileError,
+    Temp,
+    bad,
+    link_unless_there,
+    open_regular,
+    remove,
+    rename_over,
+    temp_beside,
+    write_durably,
+)
+from rag_blend.storage._fork import repair_after_fork
+from rag_blend.storage._index import FileIndex
+from rag_blend.storage._layout import SUFFIX, Facts, Layout
+from rag_blend.storage._quota import default_quota, format_bytes, parse_bytes
+from rag_blend.storage.base import Bytes, EntryReader, StorageBackend, StorageStats
 
 logger = logging.getLogger(__name__)
-T = TypeVar("T")
 
-SUFFIX = ".safetensors"
-_ENTRY = re.compile(rf"([0-9a-f]{{64}}){re.escape(SUFFIX)}")
-_RECORD = re.compile(r"([0-9a-f]{64})\.json")
-_TEMP = re.compile(r"[0-9a-f]{64}\.(?:safetensors|json)\.([1-9][0-9]{0,8})\.[0-9a-f]{8}\.tmp")
-_STALE_TEMP_SECONDS = 3600.0
+_TRIM = "trim"  # stands for a file in the index while room is made for none
+
+_OPTIONS = re.compile(r"(.*)\?([a-z_]+=[^/?]*)", re.DOTALL)
+_QUERY_PATIENCE_SECONDS = 1.0
 
 
 class _FileReader(EntryReader):
     _fd = -1
 
-    def __init__(self, path: Path) -> None:
-        self._fd = _open_regular(path)
+    def __init__(self, path: Path, being_read: dict[int, str]) -> None:
+        self._fd = open_regular(path)
         self.size = os.fstat(self._fd).st_size
+        self._being_read = being_read
+        being_read[id(self)] = path.name
 
     def read(self, offset: int, length: int) -> Bytes:
         # pread, never mmap: a file truncated by somebody else must be an error here, not a SIGBUS.
@@ -64,6 +82,7 @@ class _FileReader(EntryReader):
 
     def close(self) -> None:
         if self._fd >= 0:
+            self._being_read.pop(id(self), None)
             os.close(self._fd)
             self._fd = -1
 
@@ -72,61 +91,120 @@ class _FileReader(EntryReader):
 
 
 class DiskBackend(StorageBackend):
-    """One file per entry, published by temp file + fsync + rename.
+    """One file per entry, published by temp file + fsync + rename, within a quota.
 
     Args:
         directory: Where the entries live; made (mode 0700) when missing.
+        quota_bytes: What they may take up; None: half of the space that is free, what they take up already included.
+            Of several processes with different quotas each keeps its own when it writes.
     """
 
-    def __init__(self, directory: str | os.PathLike[str]) -> None:
+    def __init__(self, directory: str | os.PathLike[str], quota_bytes: int | None = None) -> None:
+        if quota_bytes is not None and quota_bytes < 1:
+            raise ValueError(f"a quota of {quota_bytes} bytes has room for nothing")
         self.directory = Path(directory).expanduser()
         self.directory.mkdir(parents=True, exist_ok=True, mode=0o700)
-        self._documents = _DocumentTable(self.directory / "documents.sqlite")
-        self._sweep_stale_temps()
+        self._layout = Layout(self.directory)
+        self._documents = DocumentTable(self.directory / "documents.sqlite")
+        self._index = FileIndex(self._layout)
+        self._being_read: dict[int, str] = {}  # name of the file by id of its reader; each step is atomic, so no lock
+        self._counts: Counter[str] = Counter()
+        self._lock = threading.Lock()
+        self._complained = False
+        repair_after_fork(self)
+        if not os.access(self.directory, os.W_OK | os.X_OK):
+            self._complain("cannot be written: what is stored there is used, nothing is added")
+        held = self._held_after_sweep()
+        self.quota_bytes = default_quota(self.directory, held) if quota_bytes is None else quota_bytes
 
     @classmethod
     def from_url(cls, rest: str) -> DiskBackend:
-        """`disk://some/dir`, or just the directory."""
-        if not rest:
+        """`disk://some/dir`, `disk://some/dir?quota=20GB`, or just the directory."""
+        found = _OPTIONS.fullmatch(rest)
+        directory, said = found.groups() if found else (rest, "")
+        options = dict(parse_qsl(said, keep_blank_values=True))
+        if not directory:
             raise ValueError("disk:// needs a directory")
-        return cls(rest)
+        if options.keys() - {"quota"}:
+            raise ValueError(f"disk:// knows the option quota, as in disk://kv?quota=20GB, but not {said!r}")
+        return cls(directory, parse_bytes(options["quota"]) if "quota" in options else None)
 
     def write(self, key: str, data: bytes, label: bytes = b"") -> None:
-        """See `StorageBackend.write`."""
-        path = self._path(key)
-        with _published_at(path, data) as temp:
-            try:
-                os.replace(temp, path)
-            except IsADirectoryError:
-                _set_aside(path)
-                os.replace(temp, path)
+        """See `StorageBackend.write`.
+
+        Raises:
+            OSError: As there; with errno ENOSPC also if the quota leaves no room.
+        """
+        path = self._layout.entry(key)
+        if len(data) > self.quota_bytes:
+            self._refuse(f"an entry of {len(data):,} bytes is larger than the quota of {self.quota_bytes:,} bytes")
+        with temp_beside(path) as temp, self._room_for(temp, path, len(data)):
+            write_durably(temp, data)
+            rename_over(temp, path)
+        with self._tolerating_the_index():
+            self._index.update([path.name, temp.path.name], {path.name: label})
 
     def open(self, key: str) -> EntryReader:
         """See `StorageBackend.open`."""
+        path = self._layout.entry(key)
         try:
-            return _FileReader(self._path(key))
+            reader = _FileReader(path, self._being_read)
         except FileNotFoundError:
             raise ChunkNotFoundError(key) from None
+        except NotAFileError as error:
+            raise CorruptChunkError(str(error)) from error
+        self._index.used(path.name)
+        return reader
 
     def delete(self, key: str) -> bool:
         """See `StorageBackend.delete`."""
-        path = self._path(key)
-        if not _bad(path).is_dir():
-            _bad(path).unlink(missing_ok=True)  # it reveals the text as well
-        return _remove(path)
+        path = self._layout.entry(key)
+        if not bad(path).is_dir():
+            bad(path).unlink(missing_ok=True)  # it reveals the text as well
+        was_there = remove(path)
+        with self._tolerating_the_index():
+            self._index.update([path.name, bad(path).name])
+        return was_there
 
     def quarantine(self, key: str) -> None:
         """Rename to `.bad`, for inspection; if even that fails, the entry stays and is refused again."""
-        path = self._path(key)
+        path = self._layout.entry(key)
         with contextlib.suppress(OSError):
-            os.replace(path, _bad(path))
+            os.replace(path, bad(path))
+            with self._tolerating_the_index():
+                self._index.update([path.name, bad(path).name], patience=_QUERY_PATIENCE_SECONDS)
 
     def keys(self) -> Iterator[str]:
         """See `StorageBackend.keys`."""
-        for path in self.directory.glob(f"[0-9a-f][0-9a-f]/*{SUFFIX}"):
-            found = _ENTRY.fullmatch(path.name)
-            if found:
-                yield found[1]
+        return self._layout.keys()
+
+    def labels(self) -> Iterator[tuple[str, bytes]]:
+        """See `StorageBackend.labels`. Unknown is that of an entry which changed without this package."""
+        found, doubtful = self._compared()
+        entries = {name for name in found if name.endswith(SUFFIX)}
+        asked, answered = sorted(entries - doubtful), 0
+        with self._tolerating_the_index():
+            for name, label in self._index.labels(asked):
+                yield name.removesuffix(SUFFIX), label
+                answered += 1
+        for name in [*asked[answered:], *(entries & doubtful)]:
+            yield name.removesuffix(SUFFIX), b""
+
+    def trim(self) -> int:
+        """Make the directory fit its quota now, not with the next write; returns how many entries were removed."""
+        self._compared()  # what the index does not know yet counts as well
+        being_read = set(self._being_read.copy().values())
+        made = self._index.reserve(_TRIM, 0, _TRIM, self.quota_bytes, being_read)
+        self._index.release(_TRIM)
+        self._count("evicted", made.evicted)
+        return made.evicted
+
+    def stats(self) -> StorageStats:
+        """See `StorageBackend.stats`. Counted are ``evicted``, ``refused`` (no room) and ``swept`` (temp files)."""
+        found, _ = self._compared()
+        sizes = [facts.size for name, facts in found.items() if facts and name.endswith(SUFFIX)]
+        with self._lock:
+            return StorageStats(len(sizes), sum(sizes), self.quota_bytes, dict(self._counts))
 
     def link(self, document: str, keys: Iterable[str]) -> None:
         """See `StorageBackend.link`."""
@@ -140,273 +218,103 @@ class DiskBackend(StorageBackend):
         """See `StorageBackend.unlink`."""
         self._documents.unlink(documents)
 
+    def documents(self) -> Iterator[tuple[str, list[str]]]:
+        """See `StorageBackend.documents`."""
+        return iter(self._documents.all())
+
     def get_record(self, name: str) -> bytes | None:
         """See `StorageBackend.get_record`."""
         try:
-            with os.fdopen(_open_regular(self._record_path(name)), "rb") as file:
+            with os.fdopen(open_regular(self._layout.record(name)), "rb") as file:
                 return file.read()
         except FileNotFoundError:
             return None
 
     def records(self) -> Iterator[str]:
         """See `StorageBackend.records`."""
-        for path in self.directory.glob("records/*.json"):
-            found = _RECORD.fullmatch(path.name)
-            if found and path.is_file():
-                yield found[1]
+        return self._layout.records()
 
     def put_record(self, name: str, data: bytes) -> None:
         """See `StorageBackend.put_record`."""
-        path = self._record_path(name)
-        with _published_at(path, data) as temp, contextlib.suppress(FileExistsError):
-            if os.path.lexists(path) and not path.is_file():
-                _set_aside(path)
-            os.link(temp, path)  # unlike rename, fails when another process was first
+        path = self._layout.record(name)
+        with temp_beside(path) as temp:
+            write_durably(temp, data)
+            link_unless_there(temp, path)
 
     def delete_record(self, name: str) -> None:
         """See `StorageBackend.delete_record`."""
-        _remove(self._record_path(name))
+        remove(self._layout.record(name))
 
     def close(self) -> None:
         """See `StorageBackend.close`."""
+        self._index.write_uses(_QUERY_PATIENCE_SECONDS)
+        self._index.close()
         self._documents.close()
 
-    def _path(self, key: str) -> Path:
-        return self.directory / checked_key(key)[:2] / f"{key}{SUFFIX}"
-
-    def _record_path(self, name: str) -> Path:
-        return self.directory / "records" / f"{checked_key(name)}.json"
-
-    def _sweep_stale_temps(self) -> None:
-        """Remove what killed writers left behind: old, and of a process that is no more."""
-        oldest = time.time() - _STALE_TEMP_SECONDS
-        for temp in self.directory.glob("*/*.tmp"):
-            found = _TEMP.fullmatch(temp.name)  # other people's files are none of our business
-            with contextlib.suppress(OSError):
-                if found and temp.stat().st_mtime < oldest and not _is_running(int(found[1])):
-                    temp.unlink()
-
-
-class _DocumentTable:
-    """document -> keys, shared by all processes that use the directory.
-
-    Opened when first needed: a query needs no table, so it is answered from a read-only directory as well.
-    """
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
+    def after_fork(self) -> None:
+        """See `repair_after_fork`."""
         self._lock = threading.Lock()
-        self._by_process: dict[int, sqlite3.Connection] = {}  # a connection must not be used across a fork
-        self._file: tuple[int, int] | None = None  # which file this process is, or was last, connected to
 
-    def link(self, document: str, keys: Iterable[str]) -> None:
-        rows = [(document, key) for key in keys]
-        self._run("BEGIN IMMEDIATE", lambda db: db.executemany("INSERT OR IGNORE INTO needs VALUES (?, ?)", rows))
-
-    def unlink(self, documents: AbstractSet[str]) -> None:
-        rows = [(document,) for document in documents]
-        if self._path.exists():
-            self._run("BEGIN IMMEDIATE", lambda db: db.executemany("DELETE FROM needs WHERE document = ?", rows))
-
-    def needed_only_by(self, documents: AbstractSet[str]) -> list[str]:
-        return self._run("BEGIN", lambda db: _needed_only_by(db, documents)) if self._path.exists() else []
-
-    def close(self) -> None:
-        with self._lock:
-            self._disconnect()
-
-    def _run(self, begin: str, work: Callable[[sqlite3.Connection], T]) -> T:
-        """Do `work` in one transaction; in a new table, and thus once more, if the old one proves damaged."""
-        try:
-            with self._lock:
-                try:
-                    return _transaction(self._connection(), begin, work)
-                except sqlite3.DatabaseError as error:
-                    if not _is_damage(error):
-                        raise
-                    self._set_table_aside()
-                return _transaction(self._connection(), begin, work)
-        except sqlite3.Error as error:
-            raise OSError(f"{self._path}: {error}") from error
-
-    def _connection(self) -> sqlite3.Connection:
-        """A connection to the file that has the name now: somebody may have removed or replaced the directory."""
-        pid = os.getpid()
-        if pid in self._by_process and self._file == _file_at(self._path):
-            return self._by_process[pid]
-        self._disconnect()
-        self._path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        with contextlib.suppress(FileExistsError):
-            os.close(os.open(self._path, os.O_CREAT | os.O_EXCL, 0o600))  # SQLite would make it 0644
-        self._file = _file_at(self._path)
-        if not self._path.is_file():  # SQLite would wait for a FIFO for ever
-            error = sqlite3.DatabaseError("not a regular file")
-            error.sqlite_errorcode = sqlite3.SQLITE_NOTADB
-            raise error
-        self._by_process[pid] = _connected(self._path)
-        return self._by_process[pid]
-
-    def _disconnect(self) -> None:
-        db = self._by_process.pop(os.getpid(), None)
-        if db is not None:
-            db.close()
-
-    def _set_table_aside(self) -> None:
-        self._disconnect()
-        with _one_process_at_a_time(self._path.parent):
-            if self._file != _file_at(self._path):
-                return  # another process has done it: the name is that of a new table now
+    @contextlib.contextmanager
+    def _room_for(self, temp: Temp, path: Path, size: int) -> Iterator[None]:
+        """Make room, which is taken while the body runs and given back if that fails."""
+        name, being_read = temp.path.name, set(self._being_read.copy().values())
+        made = self._index.reserve(name, size, path.name, self.quota_bytes, being_read)
+        if made.evicted and not self._count("evicted", made.evicted):
             logger.warning(
-                "the table of documents, %s, is damaged and set aside: documents that were stored before cannot be "
-                "forgotten by id until they are ingested again", self._path,
+                "%s has reached its quota of %s: the entries that were not used for longest are removed. A larger one "
+                "is set by disk://…?quota=20GB", self.directory, format_bytes(self.quota_bytes),
             )  # fmt: skip
-            with contextlib.suppress(FileNotFoundError):  # first: SQLite would roll it back into the new table
-                _set_aside(self._path.with_name(self._path.name + "-journal"))
-            _set_aside(self._path)
-
-
-def _connected(path: Path) -> sqlite3.Connection:
-    # No WAL: processes that enter or leave that mode at once are told "database is locked" in spite of the timeout.
-    db = sqlite3.connect(path, timeout=30.0, check_same_thread=False, isolation_level=None)
-    try:
-        db.execute("CREATE TABLE IF NOT EXISTS needs (document TEXT, key TEXT, PRIMARY KEY (document, key))")
-        db.execute("CREATE INDEX IF NOT EXISTS needs_key ON needs (key)")
-    except BaseException:
-        db.close()
-        raise
-    return db
-
-
-def _transaction(db: sqlite3.Connection, begin: str, work: Callable[[sqlite3.Connection], T]) -> T:
-    db.execute(begin)
-    try:
-        result = work(db)
-        db.execute("COMMIT")
-    except BaseException:
-        if db.in_transaction:
-            db.execute("ROLLBACK")
-        raise
-    return result
-
-
-def _needed_only_by(db: sqlite3.Connection, documents: AbstractSet[str]) -> list[str]:
-    theirs: set[str] = set()
-    for document in documents:
-        theirs.update(key for (key,) in db.execute("SELECT key FROM needs WHERE document = ?", (document,)))
-    return sorted(
-        key
-        for key in theirs
-        if all(document in documents for (document,) in db.execute("SELECT document FROM needs WHERE key = ?", (key,)))
-    )
-
-
-def _is_damage(error: sqlite3.DatabaseError) -> bool:
-    code: int = getattr(error, "sqlite_errorcode", sqlite3.SQLITE_ERROR)
-    return code & 0xFF in {sqlite3.SQLITE_NOTADB, sqlite3.SQLITE_CORRUPT}
-
-
-def _file_at(path: Path) -> tuple[int, int] | None:
-    """Which file has this name, if any. The number of an open file is not given to another one."""
-    try:
-        found = path.stat()
-    except FileNotFoundError:
-        return None
-    return found.st_dev, found.st_ino
-
-
-@contextlib.contextmanager
-def _one_process_at_a_time(directory: Path) -> Iterator[None]:
-    fd = os.open(directory, os.O_RDONLY)
-    try:
-        with contextlib.suppress(OSError):  # not every file system has locks; the window is narrow
-            fcntl.flock(fd, fcntl.LOCK_EX)
-        yield
-    finally:
-        os.close(fd)
-
-
-def _open_regular(path: Path) -> int:
-    """Open for reading; a FIFO, which would block for ever, and a directory are refused."""
-    fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
-    if not stat.S_ISREG(os.fstat(fd).st_mode):
-        os.close(fd)
-        raise OSError(errno.EINVAL, "not a regular file", str(path))
-    return fd
-
-
-def _remove(path: Path) -> bool:
-    """Delete a file of ours; returns whether there was one. A directory that has its name is set aside."""
-    try:
-        path.unlink()
-    except FileNotFoundError:
-        return False
-    except OSError:
-        if not path.is_dir():
-            raise
-        _set_aside(path)
-        return False
-    return True
-
-
-def _set_aside(path: Path) -> None:
-    """Rename to `.bad`, under a name of its own if that one is taken by something that cannot be replaced."""
-    try:
-        os.replace(path, _bad(path))
-    except FileNotFoundError:
-        raise
-    except OSError:
-        os.replace(path, path.with_name(f"{path.name}.{secrets.token_hex(4)}.bad"))
-
-
-def _bad(path: Path) -> Path:
-    return path.with_name(path.name + ".bad")
-
-
-def _is_running(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except PermissionError:
-        return True
-    except OSError:
-        return False
-    return True
-
-
-@contextlib.contextmanager
-def _published_at(path: Path, data: bytes) -> Iterator[Path]:
-    """Write `data` to a temp file beside `path`; the caller names it, then the directory is synced."""
-    if not path.parent.is_dir():
-        path.parent.parent.mkdir(mode=0o700, parents=True, exist_ok=True)  # somebody may have removed it
-        path.parent.mkdir(mode=0o700, exist_ok=True)
-        _fsync_directory(path.parent.parent)
-    temp = path.with_name(f"{path.name}.{os.getpid()}.{secrets.token_hex(4)}.tmp")
-    try:
-        _write_durably(temp, data)
-        yield temp
-    finally:
-        with contextlib.suppress(OSError):
-            temp.unlink()
-    _fsync_directory(path.parent)
-
-
-def _write_durably(path: Path, data: bytes) -> None:
-    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_BINARY", 0), 0o600)
-    try:
-        rest = memoryview(data)
-        while rest:  # a full disk shows itself as a short write before it raises
-            done = os.write(fd, rest)
-            if not done:
-                raise OSError(errno.EIO, "nothing could be written", str(path))
-            rest = rest[done:]
-        os.fsync(fd)
-    finally:
-        os.close(fd)
-
-
-def _fsync_directory(path: Path) -> None:
-    with contextlib.suppress(OSError):  # not every file system lets a directory be opened
-        fd = os.open(path, os.O_RDONLY)
+        if made.missing:
+            self._refuse(
+                f"no room for {size:,} bytes within the quota of {self.quota_bytes:,} bytes: what is left is being "
+                f"read or written"
+            )
         try:
-            os.fsync(fd)
-        finally:
-            os.close(fd)
+            yield
+        except BaseException:
+            with self._tolerating_the_index():
+                self._index.release(name)
+            raise
+
+    def _held_after_sweep(self) -> int:
+        """Remove what killed writers left behind; returns the bytes of what is there."""
+        try:
+            self._count("swept", self._layout.sweep())
+            return sum(facts.size for facts in self._compared()[0].values() if facts)
+        except OSError as error:
+            self._complain(f"cannot be listed: {error}")
+            return 0
+
+    def _compared(self) -> tuple[dict[str, Facts | None], set[str]]:
+        """What is there, and of which files the index had not known that or is not to be had."""
+        found = self._layout.scan()
+        doubtful = set(found)
+        with self._tolerating_the_index():
+            doubtful = self._index.differing(found)
+            self._index.update(doubtful)
+        return found, doubtful
+
+    @contextlib.contextmanager
+    def _tolerating_the_index(self) -> Iterator[None]:
+        """The files are enough to answer, so trouble with the index is worth a line and no more."""
+        try:
+            yield
+        except OSError as error:
+            self._complain(f"is used without its index, so listing takes longer and labels get lost: {error}")
+
+    def _complain(self, what: str) -> None:
+        logger.log(logging.DEBUG if self._complained else logging.WARNING, "%s %s", self.directory, what)
+        self._complained = True
+
+    def _refuse(self, why: str) -> NoReturn:
+        self._count("refused")
+        raise OSError(errno.ENOSPC, why, str(self.directory))
+
+    def _count(self, what: str, number: int = 1) -> int:
+        """Returns how many it were before."""
+        with self._lock:
+            before = self._counts[what]
+            if number:
+                self._counts[what] += number
+            return before

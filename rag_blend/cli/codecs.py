@@ -1,0 +1,94 @@
+"""``rag-blend bench codecs``: what the ways of writing caches down save, and what they cost."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from rag_blend.cli.common import (
+    DataOption,
+    DtypeOption,
+    ModelOption,
+    PassagesOption,
+    console_of,
+    load_model,
+    read_cases,
+    user_errors,
+)
+from rag_blend.errors import RagBlendError
+
+if TYPE_CHECKING:
+    from rag_blend.evaluation.codec_report import CodecReport
+
+
+def codecs(
+    model: ModelOption,
+    data: DataOption,
+    limit: Annotated[int, typer.Option(min=1, help="Cases per file.")] = 8,
+    passages: PassagesOption = None,
+    codec: Annotated[
+        list[str] | None, typer.Option(help="A codec's name; may be repeated. Default: all that are installed.")
+    ] = None,
+    policy: Annotated[str, typer.Option(help="How answers are blended, as in bench quality.")] = "default",
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="Longest answer.")] = 32,
+    out: Annotated[Path, typer.Option(help="For the report, and for KV caches while it runs.", metavar="DIR")] = Path(
+        "codecs"
+    ),
+    as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON instead of a table.")] = False,
+    dtype: DtypeOption = "float32",
+) -> None:
+    """Compare codecs of stored caches: size, speed, error, and answers against raw and against full prefill."""
+    with user_errors():
+        from rag_blend.evaluation.codecs import measure_codecs
+        from rag_blend.evaluation.policies import Policy
+
+        chosen = _named(codec) if codec else _installed()
+        blending = Policy.parse(policy)
+        cases = read_cases(data, limit, passages, [], False, 0)
+        loaded, tokenizer = load_model(model, dtype)
+        report = measure_codecs(loaded, tokenizer, cases, chosen, out, blending, max_new_tokens, not as_json)
+        written = report.write(out)
+        if as_json:
+            typer.echo(report.to_json(), nl=False)
+        else:
+            _show(report, written)
+
+
+def _named(names: list[str]) -> list[str]:
+    from rag_blend.codecs import codec_of
+
+    try:
+        return [codec_of(name).name for name in names]
+    except ModuleNotFoundError as error:  # a codec's; the text says what to install
+        raise RagBlendError(str(error)) from error
+
+
+def _installed() -> list[str]:
+    from rag_blend.codecs import codec_names, codec_of
+
+    names = []
+    for name in codec_names():
+        try:
+            names.append(codec_of(name).name)
+        except ModuleNotFoundError as error:
+            typer.echo(f"rag-blend: without {name}: {error}", err=True)
+    return names
+
+
+def _show(report: CodecReport, written: list[Path]) -> None:
+    from rich import box
+    from rich.table import Table
+
+    console = console_of()
+    console.print(", ".join(f"{name} {value}" for name, value in report.environment.items()), highlight=False)
+    header, *rows = report.table()
+    table = Table(title=f"{len(report.prompt_tokens)} prompts", title_justify="left", box=box.SIMPLE_HEAD)
+    for number, name in enumerate(header):
+        table.add_column(name, justify="right" if number else "left", no_wrap=not number)
+    for row in rows:
+        table.add_row(*row)
+    console.print(table)
+    for path in written:
+        console.print(str(path), highlight=False, soft_wrap=True)

@@ -1,0 +1,1 @@
+"""The parts of `rag_blend.storage.tiered`."""
