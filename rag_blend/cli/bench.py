@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from rag_blend.cli.bench_store import store
+from rag_blend.cli.codecs import codecs
 from rag_blend.cli.common import (
     TASKS,
     DataOption,
@@ -25,7 +27,9 @@ from rag_blend.errors import RagBlendError
 if TYPE_CHECKING:
     from rag_blend.evaluation import QualityReport
 
-bench = typer.Typer(help="Measurements against full prefill.", no_args_is_help=True)
+bench = typer.Typer(help="Measurements against full prefill, and of storage.", no_args_is_help=True)
+bench.command()(codecs)
+bench.command()(store)
 
 _POLICIES = ("published", "reuse", "default")
 # What fits a screen; quality.md has the rest.
