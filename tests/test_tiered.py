@@ -22,7 +22,7 @@ import rag_blend
 from rag_blend.entry import encode_entry
 from rag_blend.errors import ChunkNotFoundError, CorruptChunkError
 from rag_blend.storage import StorageBackend, open_storage
-from rag_blend.storage._tiers.marks import is_mark
+from rag_blend.storage._tiers import lane
 from rag_blend.storage.disk import DiskBackend
 from rag_blend.storage.memory import MemoryBackend
 from rag_blend.storage.tiered import TieredBackend
@@ -77,10 +77,6 @@ def read_by_layers(backend: StorageBackend, name: str, size: int = 7) -> bytes:
         reader.read(0, min(size + 3, reader.size))
         pieces = [reader.read(at, min(size, reader.size - at)).tobytes() for at in range(0, reader.size, size)]
     return b"".join(pieces)
-
-
-def marks(backend: StorageBackend) -> list[str]:
-    return [name for name in backend.records() if is_mark(name)]
 
 
 # --- open_storage ---
@@ -166,6 +162,18 @@ def test_a_farther_tier_that_is_away_gets_it_when_it_is_back(
     assert forget(remote, "doc") == sorted(key(i) for i in range(5))
     assert tiered.stats().counts["dropped"] == 0
     assert len([r for r in caplog.records if "storage tier remote failed" in r.message]) == 1
+
+
+def test_flush_does_not_wait_for_the_next_attempt(
+    tiered: TieredBackend, remote: Remote, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lane, "_FIRST_PAUSE_S", 60)
+    remote.is_down = True
+    tiered.write(key(1), b"data")
+    assert not tiered.flush(0.2)
+    remote.is_down = False
+    assert tiered.flush(10)
+    assert key(1) in remote
 
 
 def test_what_a_farther_tier_refuses_is_dropped_and_counted(
@@ -374,8 +382,8 @@ def test_from_disk_into_memory(tiered: TieredBackend, memory: MemoryBackend, rem
 
 @pytest.mark.parametrize(
     "reads",
-    [[], [(0, 9)], [(1, 9)], [(0, 4), (5, 5)], [(5, 5), (0, 5)], [(0, 0)]],
-    ids=["nothing", "not the end", "not the beginning", "a gap", "back to front", "no bytes"],
+    [[], [(0, 9)], [(1, 9)], [(0, 4), (5, 5)], [(5, 5), (0, 4)], [(0, 0)]],
+    ids=["nothing", "not the end", "not the beginning", "a gap", "a gap, back to front", "no bytes"],
 )
 def test_what_was_read_in_part_is_not_promoted(
     tiered: TieredBackend, memory: MemoryBackend, remote: Remote, reads: list[tuple[int, int]]
@@ -387,6 +395,16 @@ def test_what_was_read_in_part_is_not_promoted(
     assert drained(tiered)
     assert list(memory.keys()) == []
     assert tiered.stats().counts.get("promoted", 0) == 0
+
+
+def test_the_order_of_reading_does_not_matter(tiered: TieredBackend, memory: MemoryBackend, remote: Remote) -> None:
+    """Entries of some dtypes have their token ids behind the layers, and ids are read first."""
+    remote.write(key(1), b"0123456789")
+    with tiered.open(key(1)) as reader:
+        for offset, length in ((8, 2), (0, 3), (0, 5), (5, 3)):
+            reader.read(offset, length)
+    assert drained(tiered)
+    assert content(memory, key(1)) == b"0123456789"
 
 
 def test_pieces_that_overlap_are_put_together_rightly(
@@ -811,6 +829,9 @@ def test_a_far_tier_that_was_emptied_gets_its_records_back(disk: DiskBackend) ->
     full, empty = Remote(), Remote()
     backend = TieredBackend([disk, full])
     backend.put_record(key(1), b"the sample")
+    backend = TieredBackend([disk, Remote()])
+    backend.put_record(key(1), b"another")  # was not the first
+    assert backend.get_record(key(1)) == b"the sample"
     backend = TieredBackend([disk, empty])
     assert backend.get_record(key(1)) == b"the sample"
     assert empty.get_record(key(1)) == b"the sample"

@@ -277,7 +277,7 @@ def _connector(url: ObjectUrl, deadline_s: float) -> Callable[[float], ObjectSto
     def connect(seconds: float) -> ObjectStore:
         client: Any = {
             "timeout": timedelta(seconds=seconds + 1.0),  # only ends what nobody waits for any more
-            "connect_timeout": timedelta(seconds=min(seconds, deadline_s)),
+            "connect_timeout": timedelta(seconds=min(seconds, deadline_s) + 1.0),
         }
         if any(value.startswith("http://") for value in url.settings.values()):
             client["allow_http"] = True

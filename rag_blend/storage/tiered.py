@@ -26,6 +26,7 @@ from functools import partial
 from rag_blend.errors import ChunkNotFoundError
 from rag_blend.storage._tiers.documents import Documents
 from rag_blend.storage._tiers.durable import DurableTiers
+from rag_blend.storage._tiers.fetch_ahead import FetchAhead
 from rag_blend.storage._tiers.lane import Lane
 from rag_blend.storage._tiers.listing import labels_in, union_of
 from rag_blend.storage._tiers.lives import Life, Lives
@@ -78,6 +79,7 @@ class TieredBackend(StorageBackend):
         self._records = Records(self._durable.tiers)
         self._documents = Documents(self._durable, self._lives)
         self._promotions = {tier: Lane(f"what is nearer than {tier.name}") for tier in self._tiers[1:]}
+        self._ahead = Lane("what is wanted soon")
         self._budget = Budget(write_behind_bytes)
         self._counts: Counter[str] = Counter()
         self._flush_s = flush_s
@@ -198,6 +200,13 @@ class TieredBackend(StorageBackend):
             counts[name] = sum(held.counts.get(name, 0) for held in tiers.values())
         return StorageStats(largest.entries, largest.bytes, largest.quota_bytes, dict(counts), tiers)
 
+    def prefetch(self, keys: Iterable[str]) -> None:
+        """See `StorageBackend.prefetch`: what the nearest tier has not got is read in the background."""
+        nearest = self._tiers[0].backend
+        for key in keys:
+            if len(self._tiers) > 1 and key not in nearest:
+                self._ahead.put(FetchAhead(key, self.open), waits=False)
+
     def limit_calls(self, seconds: float) -> None:
         """See `StorageBackend.limit_calls`."""
         for tier in self._tiers:
@@ -283,7 +292,7 @@ class TieredBackend(StorageBackend):
             Whether they have it now.
         """
         give_up = None if timeout is None else time.monotonic() + timeout
-        lanes = [*self._promotions.values(), *(far.lane for far in self._durable.far)]
+        lanes = [self._ahead, *self._promotions.values(), *(far.lane for far in self._durable.far)]
         return all([lane.flush(None if give_up is None else max(0.0, give_up - time.monotonic())) for lane in lanes])
 
     def close(self) -> None:
@@ -294,6 +303,7 @@ class TieredBackend(StorageBackend):
         if self._is_closed:
             return
         self._is_closed = True
+        self._ahead.close()
         self.flush(self._flush_s)
         busy = {tier for tier, lane in self._promotions.items() if not lane.close()}
         busy |= {far.tier for far in self._durable.far if not far.lane.close()}

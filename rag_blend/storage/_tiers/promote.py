@@ -49,7 +49,7 @@ class Budget:
 
 
 class RememberingReader(EntryReader):
-    """An entry of a farther tier that is read from front to back, and what has been read of it.
+    """An entry of a farther tier, and what has been read of it, in whatever order.
 
     Args:
         reader: The entry; closed with this.
@@ -64,8 +64,7 @@ class RememberingReader(EntryReader):
         self._reader = reader
         self._budget = budget
         self._whole = whole
-        self._pieces: list[Bytes] = []
-        self._end = 0  # the pieces are the entry's bytes up to here
+        self._pieces: dict[int, Bytes] = {}  # the longest that was read from each offset
         self._lock = threading.Lock()
         self._is_open = True
 
@@ -73,9 +72,8 @@ class RememberingReader(EntryReader):
         """See `EntryReader.read`."""
         data = self._reader.read(offset, length)
         with self._lock:
-            if offset <= self._end < offset + length:
-                self._pieces.append(data[self._end - offset :])
-                self._end = offset + length
+            if length > len(self._pieces.get(offset, ())):
+                self._pieces[offset] = data
         return data
 
     def close(self) -> None:
@@ -84,9 +82,14 @@ class RememberingReader(EntryReader):
             return
         self._is_open = False
         self._reader.close()
-        pieces, self._pieces = self._pieces, []
-        if self._end == self.size:
-            self._whole(pieces)
+        pieces, self._pieces = self._pieces, {}
+        joined, end = [], 0
+        for offset, data in sorted(pieces.items(), key=lambda piece: piece[0]):
+            if offset <= end < offset + len(data):
+                joined.append(data[end - offset :])
+                end = offset + len(data)
+        if end == self.size:
+            self._whole(joined)
         else:
             self._budget.give_back(self.size)
 
