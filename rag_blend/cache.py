@@ -41,13 +41,18 @@ class GrowingLayer(DynamicLayer):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Take new rows and return all rows so far, (batch, num_kv_heads, num_tokens, head_dim) each."""
         if not self.is_initialized:
-            self.lazy_initialization(key_states, value_states)
+            self._initialise(key_states)
             return self._begin(key_states, value_states)
         if not self._append(key_states, value_states):
             self._spare = None
             super().update(key_states, value_states, *args, **kwargs)
         assert self.keys is not None and self.values is not None
         return self.keys, self.values
+
+    def _initialise(self, keys: torch.Tensor) -> None:
+        """As `lazy_initialization`, whose arguments differ between versions of transformers."""
+        self.dtype, self.device = keys.dtype, keys.device
+        self.is_initialized = True
 
     def _begin(self, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         self.began_at = time.perf_counter()
@@ -60,7 +65,7 @@ class GrowingLayer(DynamicLayer):
 
     def hold(self, spare: LayerKV, length: int) -> None:
         """Take over rows: the first `length` of `spare`, (batch, num_kv_heads, capacity, head_dim) each."""
-        self.lazy_initialization(spare.keys, spare.values)
+        self._initialise(spare.keys)
         self._spare = spare
         self._show(length)
 

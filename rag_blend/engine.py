@@ -29,6 +29,7 @@ from rag_blend.calibration import (
 )
 from rag_blend.catalog import ChunkCatalog
 from rag_blend.chunk import NO_TOKENS
+from rag_blend.codecs import Codec, codec_of
 from rag_blend.continuation import Continuation
 from rag_blend.decode import can_decode_together
 from rag_blend.errors import GenerationCancelledError, PromptTooLongError, UnsupportedModelError
@@ -46,7 +47,7 @@ from rag_blend.info import context_window_of
 from rag_blend.ingest import Ingester, IngestReport, read_head
 from rag_blend.later import IdleClock, IdleIngester, PendingText
 from rag_blend.loading import load
-from rag_blend.models import ModelAdapter, adapter_for, lock_of
+from rag_blend.models import ModelAdapter, adapter_for, bare_model, lock_of
 from rag_blend.pace import Pace
 from rag_blend.policy import DEFAULT_SELECTOR, PolicyChooser, PolicyInfo, Ratio
 from rag_blend.prefixes import PrefixCache
@@ -64,7 +65,8 @@ from rag_blend.teacher import forced_logits
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
-Storage = str | os.PathLike[str] | StorageBackend | None
+Place = str | os.PathLike[str] | StorageBackend
+Storage = Place | Sequence[Place] | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +91,8 @@ class BlendEngine:
     Args:
         model: A causal language model of transformers.
         tokenizer: Its tokenizer.
-        storage: Where caches live: a directory, a URL, a `StorageBackend`, or None for this process's memory.
+        storage: Where caches live: a directory, a URL, a `StorageBackend`, a list of these for several tiers, nearest
+            first (``["memory://?quota=2GB", "kv/", "redis://host/0"]``), or None for this process's memory.
         selector: Which reusable tokens are recomputed, unless a calibration chose another selector: a name
             (``"heads"``, ``"hkvd"``, ``"probe"``, ``"anchor"``, ``"random"``, ``"all"``, ``"none"``) or a
             `TokenSelector`, which never gives way.
@@ -106,6 +109,8 @@ class BlendEngine:
             with the one behind the head alone among them. Each text costs a prefill of the chunk at ingestion.
         namespace: Tenant. Entries of different namespaces never meet.
         kv_dtype: Dtype of stored keys and values. None: the model's own if it has 16 bits, else float16.
+        codec: How new entries are written down: ``"raw"``, ``"zstd"`` (lossless), ``"int8"``, ``"int4"``, or a `Codec`.
+            Entries of every codec are read, and what is stored already stays as it is.
         any_head: Reuse chunks also behind another head than the one they were cached behind.
         on_unsupported: What to do with a model that cannot be blended: ``"error"``, or ``"full"`` to serve it by
             plain full prefill, of which only what earlier prompts begin with is reused, exactly.
@@ -118,6 +123,7 @@ class BlendEngine:
     Raises:
         UnsupportedModelError: The model cannot be blended correctly.
         ValueError: An argument is out of its range.
+        ModuleNotFoundError: A library is missing that the codec or the storage needs; the text says what to install.
     """
 
     def __init__(
@@ -132,17 +138,20 @@ class BlendEngine:
         prime_texts: int = 1,
         namespace: str = "default",
         kv_dtype: torch.dtype | None = None,
+        codec: str | Codec = "raw",
         any_head: bool = False,
         on_unsupported: str = "error",
         shadow: float = 0.0,
         prefix_cache_bytes: int = 256 * 2**20,
         max_batch: int = 16,
     ) -> None:
+        codec = codec_of(codec)  # a wrong name shall not cost the time that digesting the weights takes
         self._policies = PolicyChooser(selector, recompute_ratio)
         if max_batch < 1:
             raise ValueError(f"max_batch must be at least 1, got {max_batch}")
         if on_unsupported not in {"error", "full"}:
             raise ValueError(f"on_unsupported must be 'error' or 'full', not {on_unsupported!r}")
+        model = bare_model(model)
         self._pace = Pace()
         self._prefixes = PrefixCache(prefix_cache_bytes)
         self._model = model.eval()
@@ -158,7 +167,7 @@ class BlendEngine:
         kv_dtype = kv_dtype or (model.dtype if model.dtype.itemsize == 2 else torch.float16)
         self._backend = open_storage(storage)
         fingerprint = fingerprint_of(model, tokenizer, kv_dtype).digest
-        self._store = KVStore(self._backend, fingerprint, namespace, kv_dtype)
+        self._store = KVStore(self._backend, fingerprint, namespace, kv_dtype, codec)
         self._primer = Primer(prime, prime_tokens, prime_texts, tokenizer, self._store)
         self._priming = priming_of(prime, prime_tokens, prime_texts)
         self._catalog = ChunkCatalog(self._store.token_ids, self._head_ids, any_head)
@@ -166,6 +175,12 @@ class BlendEngine:
         self._fetching = ThreadPoolExecutor(1, thread_name_prefix="rag-blend-prefetch")
         self._later = IdleIngester(self._ingest_now, self._clock.idle_s)
         self.refresh()
+        if self.can_blend and self.policy.source == "default":
+            logger.warning(
+                "no calibration for %s in this store: %s serves; see `rag-blend calibrate`",
+                self.model_name,
+                self.policy,
+            )
 
     @classmethod
     def from_pretrained(
@@ -488,6 +503,7 @@ class BlendEngine:
             OSError: The storage refused; call again to finish.
         """
         documents = set(doc_ids)
+        self._later.drop(documents)
         with self._lock:
             self._prefixes.clear()  # any of them may have the text in it
             samples = self._primer.drawn_from(documents)
@@ -616,6 +632,8 @@ class BlendEngine:
             with adapter.layer_hooks(check, cache):
                 return self._server.forward(query.ids, cache), query.ids.tolist()
 
+        if adapter.weights.changed():
+            return None
         runner = PromptRunner(adapter, self._store, self._pace)
         (logits, cache), stats = runner.run(query.ids, self._catalog, policy, call, cancel=stop)
         if policy.reuse and stats.mode != "blend":
@@ -638,6 +656,8 @@ class BlendEngine:
         cancel: threading.Event | None = None,
         with_prefixes: bool = True,
     ) -> tuple[T, GenerationStats]:
+        if (self._adapter or self._continuation).weights.changed():
+            policy = replace(policy, reuse=False)
         if self._adapter is None:
             return self._continuation.run(ids, not policy.is_check, call, room, with_prefixes)
         runner = PromptRunner(self._adapter, self._store, self._pace, self._prefixes if with_prefixes else None)

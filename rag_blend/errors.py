@@ -2,6 +2,7 @@
 
     RagBlendError
     ├── UnsupportedModelError     the model cannot be blended; the text says what to do
+    ├── ModelChangedError         its adapters or weights are not those the engine was made with: nothing is ingested
     ├── PromptTooLongError        prompt + answer do not fit the context window
     ├── GenerationCancelledError  the caller cancelled before the answer was complete
     └── StoreError                something about the chunk store
@@ -23,11 +24,19 @@ class UnsupportedModelError(RagBlendError):
 
     Attributes:
         reason: Which model, and why; the exception's text adds the way out.
+        servable: Whether there is one: the model can at least be served without blending.
     """
 
-    def __init__(self, reason: str) -> None:
-        super().__init__(f"{reason} Use on_unsupported='full' to serve it by plain full prefill, without any reuse.")
+    def __init__(self, reason: str, servable: bool = True) -> None:
+        way_out = "Use on_unsupported='full' to serve it without blending: by plain full prefill, of which only what "
+        way_out += "earlier prompts begin with is reused."
+        super().__init__(f"{reason} {way_out}" if servable else reason)
         self.reason = reason
+        self.servable = servable
+
+
+class ModelChangedError(RagBlendError):
+    """The model's adapters or weights are not those that the engine was made with."""
 
 
 class PromptTooLongError(RagBlendError):

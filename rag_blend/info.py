@@ -5,9 +5,12 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig, PreTrainedTokenizerBase
+from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerBase
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig  # spelled otherwise before transformers 5
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,3 +45,12 @@ def context_window_of(config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBa
     text_config: Any = config.get_text_config(decoder=True)
     stated = getattr(text_config, "max_position_embeddings", None) or tokenizer.model_max_length
     return int(min(stated, tokenizer.model_max_length))
+
+
+def rope_types_of(config: PreTrainedConfig) -> tuple[str, ...]:
+    """The types of rotary position embedding that a model has, also those of single kinds of layers; sorted."""
+    decoder: Any = config.get_text_config(decoder=True)
+    # The second is the name before transformers 5.
+    parameters = getattr(decoder, "rope_parameters", None) or getattr(decoder, "rope_scaling", None) or {}
+    kinds = [parameters, *(value for value in parameters.values() if isinstance(value, dict))]
+    return tuple(sorted({kind["rope_type"] for kind in kinds if "rope_type" in kind}))

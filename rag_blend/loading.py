@@ -23,12 +23,15 @@ def load(
     if _looks_local(path_or_hub_id) and not os.path.isdir(path_or_hub_id):
         raise FileNotFoundError(f"there is no model directory {os.fspath(path_or_hub_id)!r}")
     device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    dtype = dtype or (torch.float32 if device.type == "cpu" else "auto")
-    loading = {"attn_implementation": "sdpa", "dtype": dtype, **(model_kwargs or {})}
+    given = dict(model_kwargs or {})
+    dtype = dtype or given.pop("torch_dtype", None) or (torch.float32 if device.type == "cpu" else "auto")
+    # Without `trust_remote_code` transformers would ask, on a terminal that may not be there.
+    loading = {"attn_implementation": "sdpa", "dtype": dtype, "trust_remote_code": False, **given}
     shared = {k: v for k, v in loading.items() if k in {"revision", "trust_remote_code", "local_files_only"}}
     tokenizer = AutoTokenizer.from_pretrained(path_or_hub_id, **shared)
     model = AutoModelForCausalLM.from_pretrained(path_or_hub_id, **loading)
-    model.to(device)  # type: ignore[arg-type]  # transformers' annotation lost the argument
+    if "device_map" not in given and not getattr(model, "is_quantized", False):  # those are where they belong
+        model.to(device)  # type: ignore[arg-type]  # transformers' annotation lost the argument
     return model, tokenizer
 
 

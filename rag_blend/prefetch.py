@@ -149,7 +149,8 @@ class LayerPrefetcher:
             self._unrotated[0, :, segment.start : segment.end] = stored.keys[:, rows]
             whole.values[0, :, segment.start : segment.end] = stored.values[:, rows]
         # All rows at once, also those that nothing is stored of: many small rotations take longer.
-        self._adapter.rotary.rotate_into(whole.keys[:, :, : self._plan.num_tokens], self._unrotated, self._angles)
+        at_places = whole.keys[:, :, : self._plan.num_tokens]
+        self._adapter.rotate_into(layer_idx, at_places, self._unrotated, self._angles)
         if self._plan.kept:
             for side, kept in zip(whole, self._kept[layer_idx], strict=True):
                 side[0, :, : self._plan.kept] = kept

@@ -47,6 +47,7 @@ class ChunkPrefiller:
         Args:
             chunks: Token ids of each chunk, best of similar length.
         """
+        self._adapter.weights.require_same()
         ids = np.zeros((len(chunks), max(map(len, chunks))), dtype=np.int32)
         for row, chunk in enumerate(chunks):
             ids[row, : len(chunk)] = chunk  # padding behind a chunk is invisible to it
@@ -60,11 +61,17 @@ class ChunkPrefiller:
 
     def _behind(self, number: int, ids: np.ndarray, chunks: Sequence[np.ndarray]) -> list[list[LayerKV]]:
         context = self._contexts[number].token_ids
-        if number not in self._prefixes and len(context):
-            self._prefixes[number] = self._run(context[None], None)
-        cache = self._run(ids, self._prefixes.get(number))
-        start = len(context)
-        angles = self._adapter.rotary.angles(start + ids.shape[1], self._adapter.device)
+        start, device = len(context), self._adapter.device
+        same = self._adapter.rotary.same_angles
+        if not same(*(start + len(chunk) for chunk in chunks), device=device):  # padding would change their angles
+            return [self._behind(number, chunk[None], [chunk])[0] for chunk in chunks]
+        if start and not same(start, start + ids.shape[1], device=device):
+            cache = self._run(np.concatenate([np.tile(context, (len(ids), 1)), ids], axis=1), None)
+        else:
+            if number not in self._prefixes and start:
+                self._prefixes[number] = self._run(context[None], None)
+            cache = self._run(ids, self._prefixes.get(number))
+        angles = self._adapter.rotary.angles(start + ids.shape[1], device)
         return [self._rows(cache, row, angles, start, start + len(chunk)) for row, chunk in enumerate(chunks)]
 
     def _run(self, ids: np.ndarray, prefix: DynamicCache | None) -> DynamicCache:
@@ -82,7 +89,7 @@ class ChunkPrefiller:
         layers = []
         for layer_idx in range(self._adapter.num_layers):
             keys, values = (side[row : row + 1, :, start:end] for side in kv_of(cache, layer_idx))
-            unrotated = self._adapter.rotary.unrotate(keys, angles.at(start, end))
+            unrotated = self._adapter.unrotate(layer_idx, keys, angles.at(start, end))
             layers.append(LayerKV(unrotated[0], values[0].float()))
         return layers
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -31,12 +31,16 @@ class Rotary:
     Args:
         module: The model's rotary embedding, called as ``module(x, position_ids)``.
         apply: The family's ``apply_rotary_pos_emb(q, k, cos, sin)``.
+
+    Attributes:
+        rotates_halves: Whether the family turns pairs (i, i + rotary_dim / 2) by equal angles, so that `rotate_into`
+            can do it itself; other families' own function is called.
     """
 
     def __init__(self, module: torch.nn.Module, apply: ApplyRotary) -> None:
         self._module = module
         self._apply = apply
-        self._rotates_halves = self._is_half_rotation()
+        self.rotates_halves = self._is_half_rotation()
 
     def angles(self, num_tokens: int, device: torch.device) -> Angles:
         """Angles of the positions 0 to `num_tokens`, as a prompt of this length has them."""
@@ -50,8 +54,21 @@ class Rotary:
         Only with dynamic and long RoPE do they depend on `num_tokens`, the prompt's length.
         """
         like = torch.empty(1, dtype=torch.float32, device=device)
+        self._reset()
         cos, sin = self._module(like, torch.tensor([[1, num_tokens - 1]], device=device))
         return torch.cat([cos[0, 0], sin[0, 0]]).cpu()
+
+    def _reset(self) -> None:
+        """Dynamic RoPE keeps the frequencies of a longer prompt before; how long, depends on transformers' version."""
+        module: Any = self._module
+        if getattr(module, "rope_type", None) == "dynamic":
+            module.inv_freq = module.original_inv_freq.to(module.inv_freq.device)
+            module.max_seq_len_cached = module.original_max_seq_len
+
+    def same_angles(self, *lengths: int, device: torch.device) -> bool:
+        """Whether prompts of these lengths have the same angles, so that rows of one are right in the others."""
+        first, *others = (self.frequencies(length, device) for length in sorted(set(lengths)))
+        return all(torch.equal(first, other) for other in others)
 
     def rotate(self, keys: torch.Tensor, angles: Angles) -> torch.Tensor:
         """Put keys at positions.
@@ -64,24 +81,29 @@ class Rotary:
             Rotated keys, float32, same shape.
         """
         keys = keys.float()
+        dim = angles.cos.shape[1]
+        if dim < keys.shape[-1]:  # partial rotary embedding: the rest of each head has no position
+            return torch.cat([self.rotate(keys[..., :dim], angles), keys[..., dim:]], dim=-1)
         nothing = keys[:, :0]  # the family's function wants queries as well
         return self._apply(nothing, keys, angles.cos[None], angles.sin[None])[1]
 
     def rotate_into(self, target: torch.Tensor, keys: torch.Tensor, angles: Angles) -> None:
         """Write rotated keys to `target`, (batch, num_kv_heads, num_tokens, head_dim); see `rotate`."""
-        if not (self._rotates_halves and target.dtype == torch.float32 and angles.cos.shape[1] == keys.shape[-1]):
+        if not (self.rotates_halves and target.dtype == torch.float32):
             target.copy_(self.rotate(keys, angles))
             return
         # The same arithmetic with fewer passes over memory: this is most of the work of loading a chunk.
-        half = keys.shape[-1] // 2
+        dim = angles.cos.shape[1]
+        half = dim // 2
         cos, sin = angles.cos[:, :half], angles.sin[:, :half]
         keys = keys.float()
-        first, second = keys[..., :half], keys[..., half:]
+        first, second = keys[..., :half], keys[..., half:dim]
         torch.mul(first, cos, out=target[..., :half]).addcmul_(second, sin, value=-1)
-        torch.mul(second, cos, out=target[..., half:]).addcmul_(first, sin)
+        torch.mul(second, cos, out=target[..., half:dim]).addcmul_(first, sin)
+        target[..., dim:] = keys[..., dim:]
 
     def _is_half_rotation(self) -> bool:
-        """Whether the family turns pairs (i, i + head_dim / 2) by equal angles; found out by trying."""
+        """Found out by trying."""
         generator = torch.Generator().manual_seed(0)
         keys = torch.randn(1, 1, 3, 8, generator=generator)
         angle = torch.randn(3, 4, generator=generator).repeat(1, 2)

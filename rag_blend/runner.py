@@ -160,7 +160,10 @@ class PromptRunner:
         if policy.recomputes_everything:  # even what would be exact, but for 16-bit storage
             plan = plan_blend(len(ids), [], [*found.prefix, *found.chunks])
         else:
-            plan = plan_blend(len(ids), found.prefix, found.chunks, kept=kept)
+            same, device = self._adapter.rotary.same_angles, self._adapter.device
+            exact = [match for match in found.prefix if same(len(ids), match.end, device=device)]
+            inexact = [] if exact else found.prefix
+            plan = plan_blend(len(ids), exact, [*inexact, *found.chunks], kept=kept)
         return plan, len(found.elsewhere), found.lost
 
     def _run_plan(
@@ -203,6 +206,9 @@ class PromptRunner:
             return selector.select(plan, policy.ratio), source, 0
         if not len(plan.reusable):
             return plan.reusable, source, 0
+        if not self._adapter.can_watch_attention:  # then what is known to be stale decides alone
+            alike = np.ones(plan.num_tokens, dtype=np.float32)
+            return selector.select_by_attention(plan, policy.ratio, alike, source.staleness()), source, 0
         probe = ProbePass(self._adapter, plan, source, cancel)
         received, stored = probe.run(torch.from_numpy(ids).long()[None].to(self._adapter.device))
         staleness = source.staleness()

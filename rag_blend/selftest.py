@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from transformers import PreTrainedModel
 from transformers.cache_utils import DynamicCache
 
 from rag_blend.blend import BlendPass
@@ -12,8 +13,9 @@ from rag_blend.cache import BlendCache, kv_of
 from rag_blend.chunk import LayerKV
 from rag_blend.errors import UnsupportedModelError
 from rag_blend.match import Match
-from rag_blend.models import ModelAdapter
+from rag_blend.models import ModelAdapter, describe
 from rag_blend.plan import BlendPlan, Positions, plan_blend
+from rag_blend.rows import RowSet
 from rag_blend.selectors.all import AllSelector
 from rag_blend.selectors.base import TokenSelector
 
@@ -37,21 +39,21 @@ def check_model(adapter: ModelAdapter) -> None:
         _check(adapter)
     except (RuntimeError, TypeError, ValueError, LookupError, AttributeError) as error:
         raise UnsupportedModelError(
-            f"{adapter.describe()} cannot be blended: the self-test failed ({error})."
+            f"{describe(adapter.model)} cannot be blended: the self-test failed ({error})."
         ) from error
 
 
 def _check(adapter: ModelAdapter) -> None:
-    generator = torch.Generator().manual_seed(0)
-    input_ids = torch.randint(0, adapter.config.vocab_size, (1, _NUM_TOKENS), generator=generator).to(adapter.device)
+    input_ids = random_prompt(adapter.model)
     with torch.no_grad():
         cache = DynamicCache()
         logits = _forward(adapter, input_ids, cache)
         layers = [kv_of(cache, i) for i in range(adapter.num_layers)]
+        _check_shapes(adapter, layers)
         exact = _Rows(layers)
         worthless = _Rows([LayerKV(*(torch.full_like(side, 7.0) for side in kv)) for kv in layers])
-        _require_equal(adapter, _blend(adapter, input_ids, AllSelector(), worthless), logits, "full recompute")
-        _require_equal(adapter, _blend(adapter, input_ids, _EveryOther(), exact), logits, "partial recompute")
+        require_equal(adapter.model, _blend(adapter, input_ids, AllSelector(), worthless), logits, "full recompute")
+        require_equal(adapter.model, _blend(adapter, input_ids, _EveryOther(), exact), logits, "partial recompute")
         _check_rotation(adapter, input_ids)
 
 
@@ -85,14 +87,22 @@ def _blend(adapter: ModelAdapter, input_ids: torch.Tensor, selector: TokenSelect
         return _forward(adapter, input_ids, cache)
 
 
+def _check_shapes(adapter: ModelAdapter, layers: list[LayerKV]) -> None:
+    expected = (1, adapter.num_kv_heads, _NUM_TOKENS, adapter.head_dim)
+    for layer_idx, kv in enumerate(layers):
+        for name, side in zip(kv._fields, kv, strict=True):
+            if side.shape != expected:
+                raise ValueError(f"{name} of layer {layer_idx} are {tuple(side.shape)} large, not {expected}")
+
+
 def _check_rotation(adapter: ModelAdapter, input_ids: torch.Tensor) -> None:
-    rotary, shift = adapter.rotary, 5
-    angles = rotary.angles(_NUM_TOKENS, adapter.device)
+    shift = 5
+    angles = adapter.rotary.angles(_NUM_TOKENS, adapter.device)
     here, there = angles.at(0, _NUM_TOKENS - shift), angles.at(shift, _NUM_TOKENS)
     for layer_idx, (first, second) in enumerate(_keys_at_two_places(adapter, input_ids, shift)):
         moved = torch.empty_like(second.keys)[None]
-        rotary.rotate_into(moved, rotary.unrotate(first.keys[None], here), there)
-        _require_equal(adapter, moved[0].float(), second.keys.float(), f"moving the keys of layer {layer_idx}")
+        adapter.rotate_into(layer_idx, moved, adapter.unrotate(layer_idx, first.keys[None], here), there)
+        require_equal(adapter.model, moved[0].float(), second.keys.float(), f"moving the keys of layer {layer_idx}")
 
 
 def _keys_at_two_places(adapter: ModelAdapter, input_ids: torch.Tensor, shift: int) -> list[tuple[LayerKV, LayerKV]]:
@@ -103,10 +113,9 @@ def _keys_at_two_places(adapter: ModelAdapter, input_ids: torch.Tensor, shift: i
         rows = hidden_states[:, : _NUM_TOKENS - shift]
         pair = []
         for start in (0, shift):
-            places = slice(start, start + rows.shape[1])
-            cos, sin = kwargs["position_embeddings"]
-            moved = {**kwargs, "position_embeddings": (cos[:, places], sin[:, places])}
-            pair.append(adapter.fresh_kv(layer_idx, rows, moved))
+            places = torch.arange(start, start + rows.shape[1], device=rows.device)
+            at_places = RowSet(adapter, _NUM_TOKENS, places).arguments(kwargs)
+            pair.append(adapter.fresh_kv(layer_idx, rows, {**kwargs, **at_places}))
         found.append((pair[0], pair[1]))
         return hidden_states
 
@@ -116,14 +125,26 @@ def _keys_at_two_places(adapter: ModelAdapter, input_ids: torch.Tensor, shift: i
     return found
 
 
-def _require_equal(adapter: ModelAdapter, got: torch.Tensor, expected: torch.Tensor, what: str) -> None:
+def random_prompt(model: PreTrainedModel) -> torch.Tensor:
+    """Token ids to try a model on, always the same, shape (1, num_tokens)."""
+    generator = torch.Generator().manual_seed(0)
+    embeddings: Any = model.get_input_embeddings()
+    return torch.randint(0, embeddings.num_embeddings, (1, _NUM_TOKENS), generator=generator).to(model.device)
+
+
+def require_equal(model: PreTrainedModel, got: torch.Tensor, expected: torch.Tensor, what: str) -> None:
+    """Compare something of ours with the model's own.
+
+    Raises:
+        UnsupportedModelError: It differs by more than rounding, or is not finite.
+    """
     if not bool(torch.isfinite(expected).all()):
-        raise UnsupportedModelError(f"{adapter.describe()} cannot be blended: its own results are not finite.")
+        raise UnsupportedModelError(f"{describe(model)} cannot be blended: its own results are not finite.")
     scale = expected.abs().max().clamp_min(1e-6)
     error = float((got - expected).abs().max() / scale)
-    tolerance = _TOLERANCE.get(adapter.dtype, _TOLERANCE_16_BIT)
+    tolerance = _TOLERANCE.get(model.dtype, _TOLERANCE_16_BIT)
     if not error <= tolerance:  # also when it is not a number
         raise UnsupportedModelError(
-            f"{adapter.describe()} cannot be blended: {what} differs from the model's own result by {error:.1e} "
+            f"{describe(model)} cannot be blended: {what} differs from the model's own result by {error:.1e} "
             f"(allowed: {tolerance:.0e})."
         )

@@ -265,7 +265,7 @@ class KVStore:
         try:
             reader = self.backend.open(key)
             try:
-                header = read_header(reader, key, self._codec)
+                header = self._header(reader, key)
                 self._refuse_foreign(header.origin, any_model)
             except BaseException:
                 reader.close()
@@ -277,6 +277,13 @@ class KVStore:
             self.count_unavailable(key, error, level)
             raise StoreUnavailableError(f"{key[:12]}: {error}") from error
         return StoredChunk(key, header, reader)
+
+    def _header(self, reader: EntryReader, key: str) -> EntryHeader:
+        try:
+            return read_header(reader, key, self._codec)
+        except FingerprintMismatchError:  # of a codec that is not known here
+            self._count("foreign")
+            raise
 
     def _forget_header(self, key: str) -> None:
         with self._lock:

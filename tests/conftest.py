@@ -11,32 +11,55 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from hypothesis import settings
+from packaging.version import Version
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import (
-    LlamaConfig,
-    LlamaForCausalLM,
-    MistralConfig,
-    MistralForCausalLM,
-    PreTrainedModel,
-    PreTrainedTokenizerFast,
-    Qwen2Config,
-    Qwen2ForCausalLM,
-    Qwen3Config,
-    Qwen3ForCausalLM,
-)
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
 from rag_blend import BlendEngine
 
 settings.register_profile("repeatable", derandomize=True, deadline=None)
 settings.load_profile("repeatable")
 
-FAMILIES: dict[str, tuple[type[Any], type[PreTrainedModel], dict[str, Any]]] = {
-    "llama": (LlamaConfig, LlamaForCausalLM, {}),
-    "qwen2": (Qwen2Config, Qwen2ForCausalLM, {}),
-    "qwen3": (Qwen3Config, Qwen3ForCausalLM, {"head_dim": 16}),
-    "mistral": (MistralConfig, MistralForCausalLM, {"sliding_window": None}),
+_EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+# What a family's configuration says beyond the sizes in `random_model`. These few stand for all where that is enough.
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "qwen2": {},
+    "qwen3": {"head_dim": 16},
+    "mistral": {"sliding_window": None},
 }
+ALL_FAMILIES: dict[str, dict[str, Any]] = {
+    **FAMILIES,
+    "mixtral": {"num_local_experts": 4, "head_dim": 16},
+    "ministral3": {
+        "head_dim": 16,
+        "rope_parameters": {  # its queries grow with their position
+            "rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64, "rope_theta": 10000.0,
+            "llama_4_scaling_beta": 0.1, "beta_fast": 32.0, "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0,
+        },
+    },
+    "qwen2_moe": {**_EXPERTS, "shared_expert_intermediate_size": 48},
+    "qwen3_moe": {**_EXPERTS, "head_dim": 16},
+    "phi": {"partial_rotary_factor": 0.5, "qk_layernorm": True},
+    "phi3": {"num_key_value_heads": 4},  # MHA, q, k and v in one projection
+    "gemma": {"head_dim": 16, "num_key_value_heads": 1},  # MQA
+    "granite": {
+        "embedding_multiplier": 6.0, "residual_multiplier": 0.5, "attention_multiplier": 0.1, "logits_scaling": 4.0,
+    },
+    "olmo2": {},
+    "smollm3": {"no_rope_layers": [1, 0]},
+    "glm": {"head_dim": 16},
+    "glm4": {"head_dim": 16},
+    "cohere": {"use_qk_norm": True},
+    "stablelm": {"use_qkv_bias": True, "qk_layernorm": True},
+    "starcoder2": {},
+    "falcon": {"multi_query": True, "parallel_attn": True},
+    "falcon_new": {"model_type": "falcon", "num_kv_heads": 2, "new_decoder_architecture": True},
+    "helium": {"head_dim": 16},
+    "gpt_neox": {"num_key_value_heads": None},
+}  # fmt: skip
 ROPES: dict[str, dict[str, Any] | None] = {
     "default": None,
     "linear": {"rope_type": "linear", "factor": 4.0, "rope_theta": 10000.0},
@@ -46,7 +69,17 @@ ROPES: dict[str, dict[str, Any] | None] = {
     },
     "yarn": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64, "rope_theta": 10000.0},
     "dynamic": {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 10000.0},
+    "longrope": {
+        "rope_type": "longrope", "factor": 4.0, "original_max_position_embeddings": 64, "rope_theta": 10000.0,
+        "short_factor": [1.0] * 8, "long_factor": [1.0 + i for i in range(8)],
+    },
 }  # fmt: skip
+# Families that the self-test refuses, or that do not exist, before these versions of transformers.
+SINCE = {"falcon": "5.0", "falcon_new": "5.0", "gpt_neox": "5.0", "ministral3": "5.0", "stablelm": "5.3"}
+_VERSION = Version(transformers.__version__)
+ALL_FAMILIES = {name: changes for name, changes in ALL_FAMILIES.items() if Version(SINCE.get(name, "0")) <= _VERSION}
+_OWN_ROPES = {"ministral3": ["default"], "phi3": ["default", "longrope"]}  # others their configurations refuse
+FAMILY_ROPES = [(family, rope) for family in ALL_FAMILIES for rope in _OWN_ROPES.get(family, ROPES)]
 WORDS = (
     "the a of and river mountain valley engine water glass light stone bridge market town north south winter summer "
     "carries builds measures keeps opens closes between under over with without many few old new red green blue"
@@ -59,21 +92,38 @@ CHAT_TEMPLATE = (
 
 def random_model(family: str = "llama", rope: str = "default", seed: int = 0, **changes: Any) -> PreTrainedModel:
     """A two-layer float32 model with sharp attention, so that a wrong mask or position shows in the logits."""
-    config_class, model_class, extra = FAMILIES[family]
-    sizes = {
-        "vocab_size": 512, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2,
+    sizes: dict[str, Any] = {
+        "model_type": family, "vocab_size": 512, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2,
         "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 1024,
-        "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0,
+        "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0, **ALL_FAMILIES.get(family, {}), **changes,
     }  # fmt: skip
+    model_type = sizes.pop("model_type")
     if ROPES[rope] is not None:
-        sizes["rope_parameters"] = ROPES[rope]
+        plain = AutoConfig.for_model(model_type, **sizes)
+        parameters = _shortened(ROPES[rope], _rotary_dim(plain) // 2)
+        if hasattr(plain, "rope_parameters"):
+            sizes["rope_parameters"] = parameters
+        else:  # before transformers 5
+            sizes["rope_theta"] = parameters.pop("rope_theta")
+            sizes["rope_scaling"] = parameters
     torch.manual_seed(seed)
-    model = model_class(config_class(**{**sizes, **extra, **changes})).eval()
+    model: PreTrainedModel = AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **sizes)).eval()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if "norm" not in name:
                 parameter.normal_(0.0, 0.15)
     return model
+
+
+def _rotary_dim(config: Any) -> int:
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    parameters = getattr(config, "rope_parameters", None) or vars(config)
+    return int(head_dim * (parameters.get("partial_rotary_factor") or 1.0))
+
+
+def _shortened(rope: dict[str, Any] | None, num_frequencies: int) -> dict[str, Any]:
+    """A RoPE with one factor per frequency, where it has such."""
+    return {name: value[:num_frequencies] if isinstance(value, list) else value for name, value in (rope or {}).items()}
 
 
 def small_tokenizer(adds_bos: bool = False) -> PreTrainedTokenizerFast:
@@ -83,7 +133,10 @@ def small_tokenizer(adds_bos: bool = False) -> PreTrainedTokenizerFast:
     backend.decoder = decoders.ByteLevel()
     special = ["<pad>", "<s>", "</s>", "<|im_start|>", "<|im_end|>"]
     trainer = trainers.BpeTrainer(
-        vocab_size=512, special_tokens=special, initial_alphabet=pre_tokenizers.ByteLevel.alphabet()
+        vocab_size=512,
+        special_tokens=special,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
     )
     backend.train_from_iterator([" ".join(WORDS), " ".join(reversed(WORDS))] * 4, trainer)
     if adds_bos:

@@ -21,8 +21,6 @@ from transformers import (
     GPT2LMHeadModel,
     MistralConfig,
     MistralForCausalLM,
-    PhiConfig,
-    PhiForCausalLM,
 )
 
 from rag_blend import BlendEngine, GenerationCancelledError, PromptTooLongError, UnsupportedModelError
@@ -343,9 +341,9 @@ class TestUnsupported:
         assert int(prefill.logits.argmax()) == answer.token_ids[0]
 
     def test_a_family_that_is_driven_differently_is_refused_or_served(self, make_engine: MakeEngine) -> None:
-        """Phi rotates part of each head only, which the self-test does not survive."""
-        model = PhiForCausalLM(PhiConfig(**_small(), partial_rotary_factor=0.5))
-        with pytest.raises(UnsupportedModelError, match=r"PhiForCausalLM .* the self-test failed"):
+        """DeepSeek's heads end in what is rotated, and its values are smaller than its keys."""
+        model = random_model("deepseek_v3", num_key_value_heads=4)
+        with pytest.raises(UnsupportedModelError, match=r"DeepseekV3ForCausalLM .* the self-test failed"):
             make_engine(model=model)
         assert make_engine(model=model, on_unsupported="full").generate("the river", 3).stats.mode == "full"
 

@@ -5,46 +5,19 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from conftest import FAMILIES, ROPES, random_model
-from transformers import PreTrainedModel
-from transformers.cache_utils import DynamicCache
+from exactness import HEAD, QUESTION, assert_close, blend_over_exact_rows, full_cache, full_logits, prompt_of
 
 from rag_blend import BlendEngine
-from rag_blend.blend import BlendPass
-from rag_blend.cache import BlendCache
-from rag_blend.chunk import LayerKV
-from rag_blend.match import Match
 from rag_blend.models import ModelAdapter, adapter_for
-from rag_blend.plan import plan_blend
 from rag_blend.rows import RowSet
 from rag_blend.selectors import selector_names
-from rag_blend.selectors.all import AllSelector
 
 EVERY_MODEL = pytest.mark.parametrize("family", FAMILIES)
 EVERY_ROPE = pytest.mark.parametrize("rope", ROPES)
 MakeEngine = Callable[..., BlendEngine]
-
-
-def full_logits(model: PreTrainedModel, ids: list[int]) -> torch.Tensor:
-    with torch.no_grad():
-        logits: torch.Tensor = model(torch.tensor([ids])).logits[0, -1]
-    return logits
-
-
-def assert_close(got: torch.Tensor, expected: torch.Tensor, tolerance: float = 1e-4) -> None:
-    assert float((got - expected).abs().max() / expected.abs().max()) <= tolerance
-
-
-def prompt_of(engine: BlendEngine, head: str, chunks: list[str], question: str) -> list[int]:
-    ids: list[int] = engine.tokenizer(head + "\n\n".join(chunks) + question, add_special_tokens=False)["input_ids"]
-    return ids
-
-
-HEAD = "<|im_start|>user\nAnswer the question from the water and light of the valley below.\n"
-QUESTION = "\n\nwhich river under the bridge?<|im_end|>\n"
 
 
 @EVERY_MODEL
@@ -84,7 +57,7 @@ def test_one_chunk_behind_its_own_head_is_exact(
     ids = prompt_of(engine, HEAD, texts[:1], QUESTION)
     prefill = engine.prefill(ids)
     assert prefill.stats.mode == "prefix"
-    assert prefill.stats.prefix_tokens > len(engine.tokenizer(texts[0])["input_ids"])
+    assert prefill.stats.prefix_tokens >= len(engine.tokenizer(texts[0])["input_ids"])
     assert_close(prefill.logits, full_logits(model, ids))
 
 
@@ -109,39 +82,12 @@ def test_a_moved_chunk_has_the_keys_of_its_new_place(
     ids = prompt_of(engine, HEAD, texts[3:5], QUESTION)
     prefill = engine.prefill(ids)
     assert prefill.stats.reused_tokens > 80
-    cache = DynamicCache()
-    with torch.no_grad():
-        model(torch.tensor([ids]), use_cache=True, **{adapter_for(model).cache_argument: cache})
+    cache = full_cache(model, ids)
     got, expected = prefill.cache.layers[0], cache.layers[0]
     assert_close(got.keys, expected.keys)
     assert_close(got.values, expected.values)
     deeper = (prefill.cache.layers[1].values - cache.layers[1].values).abs().max()
     assert deeper > 1e-3, "layer 1 must differ, or nothing was reused"
-
-
-class _Exact:
-    """Stored rows taken from a full prefill of the same prompt, so that any set of recomputed rows is exact."""
-
-    def __init__(self, cache: DynamicCache) -> None:
-        self.cache = cache
-
-    def layer(self, layer_idx: int) -> LayerKV:
-        layer = self.cache.layers[layer_idx]
-        return LayerKV(layer.keys.clone(), layer.values.clone())
-
-
-def blend_over_exact_rows(adapter: ModelAdapter, ids: torch.Tensor, rows: list[int]) -> tuple[torch.Tensor, BlendCache]:
-    num_tokens = ids.shape[1]
-    cache = DynamicCache()
-    with torch.no_grad():
-        adapter.model(ids, use_cache=True, **{adapter.cache_argument: cache})
-        chunk = Match("", 3, num_tokens - 6, 0, num_tokens - 6)
-        plan = plan_blend(num_tokens, [], [chunk])
-        blend = BlendPass(adapter, plan, np.asarray(rows, dtype=np.int64), _Exact(cache), AllSelector())
-        blended = BlendCache(adapter.num_layers, placer=blend)
-        with adapter.layer_hooks(blend.before_layer, blended):
-            logits = adapter.model(ids, use_cache=True, **{adapter.cache_argument: blended}).logits
-    return logits[0], blended
 
 
 @EVERY_MODEL
@@ -155,9 +101,7 @@ def test_no_recomputed_token_sees_a_later_one(family: str, attention: str) -> No
     logits, cache = blend_over_exact_rows(adapter, ids, rows)
     expected = full_logits(model, ids[0].tolist())
     assert_close(logits[-1], expected)
-    full = DynamicCache()
-    with torch.no_grad():
-        model(ids, use_cache=True, **{adapter.cache_argument: full})
+    full = full_cache(model, ids[0].tolist())
     for got, wanted in zip(cache.layers, full.layers, strict=True):
         assert_close(got.keys, wanted.keys)
         assert_close(got.values, wanted.values)
@@ -224,9 +168,7 @@ def test_hkvd_takes_the_tokens_that_deviate_most(make_engine: MakeEngine, texts:
     ids = prompt_of(engine, HEAD, texts[1:5], QUESTION)
     nothing = engine.prefill(ids, selector="none")
     blended = engine.prefill(ids)
-    full = DynamicCache()
-    with torch.no_grad():
-        model(torch.tensor([ids]), use_cache=True, **{adapter_for(model).cache_argument: full})
+    full = full_cache(model, ids)
     # What the definition says: squared distance of the values at layer 1. Fresh tokens are exact there: distance 0.
     deviation = (full.layers[1].values - nothing.cache.layers[1].values).pow(2).sum(dim=(0, 1, 3))
     reusable = deviation > 1e-8

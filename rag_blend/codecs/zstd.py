@@ -1,7 +1,7 @@
 """Lossless: the bytes that hold the exponents are compressed, those of the mantissas are noise and stay as they are.
 
-So a layer shrinks by a quarter in bfloat16 and by an eighth in float16, and never to less than half its size, whatever
-is in it: there is nothing that a few bytes could blow up to.
+So keys and values shrink by some 30 % in bfloat16 and 14 % in float16, and no layer to less than half its size: there
+is nothing that a few bytes could blow up to.
 """
 
 from __future__ import annotations

@@ -16,7 +16,8 @@ from rag_blend.selectors import selector_names as known_selectors
 
 _WITHOUT_RATIO = ("all", "none")  # they recompute everything or nothing, whatever the ratio
 _OWN_FIELDS = (
-    "self", "model", "tokenizer", "storage", "selector", "recompute_ratio", "prime", "kv_dtype", "shadow",
+    "self", "model", "tokenizer", "storage", "selector", "recompute_ratio", "prime", "kv_dtype", "codec",
+    "shadow", "max_batch",
     "prefix_cache_bytes",
 )  # fmt: skip
 _PRESETS = {"published": "none/hkvd:0.15", "reuse": "none/none"}

@@ -7,9 +7,19 @@ from typing import cast
 
 from transformers import PreTrainedModel
 
-from rag_blend.models.base import ModelAdapter, cache_argument_of, lock_of
+from rag_blend.models.base import ModelAdapter, cache_argument_of, describe, lock_of
+from rag_blend.models.weights import WeightsWatch, adapter_state, bare_model
 
-__all__ = ["ModelAdapter", "adapter_for", "cache_argument_of", "lock_of"]
+__all__ = [
+    "ModelAdapter",
+    "WeightsWatch",
+    "adapter_for",
+    "adapter_state",
+    "bare_model",
+    "cache_argument_of",
+    "describe",
+    "lock_of",
+]
 
 
 def adapter_for(model: PreTrainedModel) -> ModelAdapter:

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig  # spelled otherwise before transformers 5
 
 AttentionFunction = Callable[..., tuple[torch.Tensor, torch.Tensor | None]]  # see `packed_attention`
 _NAME = "rag_blend_packed"
@@ -56,13 +60,21 @@ def packed_attention(
     return output.reshape(batch, heads, rows, value.shape[-1]).transpose(1, 2).contiguous(), None
 
 
+def is_replaceable(model: PreTrainedModel) -> bool:
+    """Whether the model calls the attention function that transformers has registered, so that it can be ours.
+
+    Some families have attention written into their layers: it can be neither packed nor watched.
+    """
+    return hasattr(sys.modules[type(model).__module__], "ALL_ATTENTION_FUNCTIONS")
+
+
 @contextlib.contextmanager
-def packing(config: PreTrainedConfig) -> Iterator[None]:
+def packing(model: PreTrainedModel) -> Iterator[None]:
     """Let a model that uses sdpa use `packed_attention` for the time being; others are left alone."""
-    if config._attn_implementation != "sdpa":
+    if model.config._attn_implementation != "sdpa" or not is_replaceable(model):
         yield
         return
-    with attending(config, _NAME, packed_attention):
+    with attending(model.config, _NAME, packed_attention):
         yield
 
 

@@ -2,7 +2,8 @@
 
 The model's own forward is driven, never rewritten: decoder layers are called by the model itself, and a forward
 pre-hook on each of them may swap the hidden states and their positions for a subset of rows. So a family needs code
-here only where it differs from: a list of `layers`, one `rotary_emb`, and a module-level `apply_rotary_pos_emb`.
+of its own only where it differs from: a list of layers, one `rotary_emb`, and in the module of its attention class an
+`apply_rotary_pos_emb`. Whatever is guessed wrong here, the self-test notices.
 """
 
 from __future__ import annotations
@@ -21,8 +22,10 @@ from transformers.cache_utils import Cache, DynamicLayer
 
 from rag_blend.chunk import LayerKV
 from rag_blend.errors import UnsupportedModelError
-from rag_blend.models.attention import packing
-from rag_blend.rope import Rotary
+from rag_blend.models.attention import is_replaceable, packing
+from rag_blend.models.generating import keeping_cache
+from rag_blend.models.weights import WeightsWatch
+from rag_blend.rope import Angles, Rotary
 
 LayerHook = Callable[[int, torch.Tensor, dict[str, Any]], torch.Tensor]
 _LOCKS: WeakKeyDictionary[PreTrainedModel, threading.RLock] = WeakKeyDictionary()
@@ -41,12 +44,15 @@ class ModelAdapter:
 
     def __init__(self, model: PreTrainedModel) -> None:
         self.model = model
+        self.weights = WeightsWatch(model)
         self.config = model.config
         self._refuse_what_cannot_work()
         decoder: Any = model.get_decoder()
-        self.layers: torch.nn.ModuleList = decoder.layers
+        self.layers: torch.nn.ModuleList = layers_of(model)
+        self._attentions = [self._attention_of(layer) for layer in self.layers]
         self.rotary = self._find_rotary(decoder)
         self.cache_argument = cache_argument_of(model)
+        self._layer_cache_argument = self._find_layer_cache_argument()
         heads = self.config.num_attention_heads
         self.num_kv_heads: int = getattr(self.config, "num_key_value_heads", None) or heads
         self.head_dim: int = getattr(self.config, "head_dim", None) or self.config.hidden_size // heads
@@ -74,9 +80,29 @@ class ModelAdapter:
         """
         return self.config._attn_implementation == "eager" or self.device.type == "cpu"
 
+    @property
+    def can_watch_attention(self) -> bool:
+        """Whether it can be seen what a question attends to; see `is_replaceable`."""
+        return is_replaceable(self.model)
+
     def packing(self) -> contextlib.AbstractContextManager[None]:
         """Within it, attention of few rows does not copy the keys for every query head."""
-        return packing(self.config)
+        return packing(self.model)
+
+    def rotates(self, layer_idx: int) -> bool:
+        """Whether a layer's keys have positions; those of a layer without RoPE are the same everywhere."""
+        return bool(getattr(self._attentions[layer_idx], "use_rope", True))
+
+    def rotate_into(self, layer_idx: int, target: torch.Tensor, keys: torch.Tensor, angles: Angles) -> None:
+        """Write a layer's keys at their positions to `target`; see `Rotary.rotate_into`."""
+        if self.rotates(layer_idx):
+            self.rotary.rotate_into(target, keys, angles)
+        else:
+            target.copy_(keys)
+
+    def unrotate(self, layer_idx: int, keys: torch.Tensor, angles: Angles) -> torch.Tensor:
+        """A layer's keys without their positions, float32; see `Rotary.unrotate`."""
+        return self.rotary.unrotate(keys, angles) if self.rotates(layer_idx) else keys.float()
 
     @contextlib.contextmanager
     def layer_hooks(self, hook: LayerHook, cache: Cache) -> Iterator[None]:
@@ -86,7 +112,8 @@ class ModelAdapter:
         """
         handles = [self._hook_layer(layer, i, hook, cache) for i, layer in enumerate(self.layers)]
         try:
-            yield
+            with keeping_cache(self.model, cache, self.cache_argument):
+                yield
         finally:
             for handle in handles:
                 handle.remove()
@@ -105,20 +132,16 @@ class ModelAdapter:
         interceptor = _Interceptor()
         try:
             # forward, not __call__: the layer's own pre-hook must not run again.
-            self.layers[layer_idx].forward(hidden_states, **{**kwargs, self.cache_argument: interceptor})
+            self.layers[layer_idx].forward(hidden_states, **{**kwargs, self._layer_cache_argument: interceptor})
         except _InterceptedError as intercepted:
             return intercepted.kv
-        raise UnsupportedModelError(f"layer {layer_idx} of {self.describe()} does not use its cache.")
-
-    def describe(self) -> str:
-        """The model's class and type, for messages."""
-        return f"{type(self.model).__name__} (model_type {self.config.model_type!r})"
+        raise UnsupportedModelError(f"layer {layer_idx} of {describe(self.model)} does not use its cache.")
 
     def _hook_layer(
         self, layer: torch.nn.Module, layer_idx: int, hook: LayerHook, cache: Cache
     ) -> torch.utils.hooks.RemovableHandle:
         def before(_: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-            if kwargs.get(self.cache_argument) is not cache:
+            if kwargs.get(self._layer_cache_argument) is not cache:
                 return None  # somebody else is using the model
             hidden_states = args[0] if args else kwargs.pop("hidden_states")
             kwargs = dict(kwargs)
@@ -126,18 +149,28 @@ class ModelAdapter:
 
         return layer.register_forward_pre_hook(before, with_kwargs=True)
 
+    def _attention_of(self, layer: torch.nn.Module) -> torch.nn.Module:
+        for child in layer.children():
+            if hasattr(_module_of(child), "apply_rotary_pos_emb") and "Attention" in type(child).__name__:
+                return child
+        raise UnsupportedModelError(f"{describe(self.model)} has no rotary position embedding (RoPE).")
+
     def _find_rotary(self, decoder: Any) -> Rotary:
         module = getattr(decoder, "rotary_emb", None)
-        attention = getattr(decoder.layers[0], "self_attn", None)
-        apply = getattr(sys.modules[type(attention).__module__], "apply_rotary_pos_emb", None)
-        if module is None or apply is None:
-            raise UnsupportedModelError(f"{self.describe()} has no rotary position embedding (RoPE).")
-        return Rotary(module, apply)
+        if module is None:
+            raise UnsupportedModelError(f"{describe(self.model)} has no rotary position embedding (RoPE).")
+        return Rotary(module, _module_of(self._attentions[0]).apply_rotary_pos_emb)
+
+    def _find_layer_cache_argument(self) -> str:
+        """Mostly the model's own name for it; some families have kept an older one in their layers."""
+        parameters = inspect.signature(inspect.unwrap(self.layers[0].forward)).parameters
+        return "layer_past" if "layer_past" in parameters else self.cache_argument
 
     def _refuse_what_cannot_work(self) -> None:
         reason = _why_not(self.model)
         if reason:
-            raise UnsupportedModelError(f"{self.describe()} cannot be blended: {reason}")
+            servable = not self.config.is_encoder_decoder
+            raise UnsupportedModelError(f"{describe(self.model)} cannot be blended: {reason}", servable)
 
 
 def lock_of(model: PreTrainedModel) -> threading.RLock:
@@ -152,24 +185,42 @@ def cache_argument_of(model: PreTrainedModel) -> str:
     return "cache" if "cache" in parameters else "past_key_values"
 
 
+def describe(model: PreTrainedModel) -> str:
+    """The model's class and type, for messages."""
+    return f"{type(model).__name__} (model_type {model.config.model_type!r})"
+
+
+def layers_of(model: PreTrainedModel) -> torch.nn.ModuleList:
+    """The decoder layers, in order; none if they are not a list."""
+    decoder = model.get_decoder()
+    layers = getattr(decoder, "layers", None) or getattr(decoder, "h", None)
+    return layers if isinstance(layers, torch.nn.ModuleList) else torch.nn.ModuleList()
+
+
+def _module_of(child: torch.nn.Module) -> Any:
+    return sys.modules[type(child).__module__]
+
+
 def _why_not(model: PreTrainedModel) -> str | None:
     config = model.config
     if config.is_encoder_decoder:
         return "it is an encoder-decoder."
     if getattr(config, "vision_config", None) or getattr(config, "audio_config", None):
         return "it takes other inputs than text."
-    kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
-    if kinds != {"full_attention"}:
-        return f"it has layers of type {', '.join(sorted(kinds - {'full_attention'}))}, not full attention only."
-    # Qwen2 and kin set layer_types and keep a sliding_window that no layer uses.
-    if getattr(config, "sliding_window", None) is not None and not getattr(config, "layer_types", None):
-        return f"its attention slides over {config.sliding_window} tokens."
+    kinds = set(getattr(config, "layer_types", None) or ["full_attention"]) - {"full_attention"}
+    window = getattr(config, "sliding_window", None)
+    if window is not None and window >= config.max_position_embeddings:
+        kinds -= {"sliding_attention"}  # no prompt is so long that it would slide
+    elif window is not None and not getattr(config, "layer_types", None):
+        return f"its attention slides over {window} tokens."
+    if kinds:  # Qwen2 and kin set layer_types and keep a sliding_window that no layer uses
+        return f"it has layers of type {', '.join(sorted(kinds))}, not full attention only."
     if config._attn_implementation not in {"sdpa", "eager"}:
         return (
             f"attention {config._attn_implementation!r} cannot express the mask of scattered tokens; "
             "load the model with attn_implementation='sdpa'."
         )
-    if not isinstance(getattr(model.get_decoder(), "layers", None), torch.nn.ModuleList):
+    if not len(layers_of(model)):
         return "its decoder is not a list of layers with rotary position embeddings (RoPE)."
     return None
 

@@ -45,20 +45,20 @@ def open_storage(where: Place | Sequence[Place] | None) -> StorageBackend:
     if scheme in _ALIASES:
         scheme, rest = _ALIASES[scheme], url
     if scheme == "base" or not scheme.isidentifier():
-        raise ValueError(f"no storage backend for {url!r}")
+        raise ValueError(f"no storage backend for {found[1]}:// URLs")  # the rest may hold a password
     try:
         module = importlib.import_module(f"rag_blend.storage.{scheme}")
     except ModuleNotFoundError as error:
         if error.name != f"rag_blend.storage.{scheme}":
             raise
-        raise ValueError(f"no storage backend for {url!r}: use a directory or memory://") from None
+        raise ValueError(f"no storage backend for {found[1]}:// URLs: use a directory or memory://") from None
     backend = getattr(module, f"{scheme.title().replace('_', '')}Backend")
     return cast(StorageBackend, backend.from_url(rest))
 
 
 def _directory(path: str) -> StorageBackend:
     if not path or "://" in path:
-        raise ValueError(f"no storage backend for {path!r}: use a directory or memory://")
+        raise ValueError("neither a directory nor the URL of a storage backend: use a directory or memory://")
     from rag_blend.storage.disk import DiskBackend
 
     return DiskBackend(path)  # whatever the path looks like, it has no options
