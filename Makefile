@@ -6,7 +6,7 @@ INSTALLED := $(VENV)/.installed
 export OMP_WAIT_POLICY ?= passive
 export TOKENIZERS_PARALLELISM ?= false
 
-.PHONY: demo test lint format reliability bench-match bench-quality bench-figures clean
+.PHONY: demo test lint format reliability models versions bench-match bench-quality bench-figures clean
 
 demo: $(INSTALLED)
 	$(BIN)/python examples/demo.py
@@ -26,6 +26,14 @@ format: $(INSTALLED)
 # Breaks stores under a running engine and writes docs/reliability.md. Needs redis-server on the PATH.
 reliability: $(INSTALLED)
 	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python tests/faults.py
+
+# docs/models.md, from runs of every family.
+models: $(INSTALLED)
+	$(BIN)/python tests/models/table.py > docs/models.md
+
+# The exactness tests under other versions of transformers, each in an environment of its own.
+versions: $(INSTALLED)
+	bash tests/versions.sh 5.0.0 5.12.1
 
 bench-match: $(INSTALLED)
 	$(BIN)/python examples/benchmarks/bench_match.py

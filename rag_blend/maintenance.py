@@ -171,9 +171,7 @@ def import_(backend: StorageBackend, source: BinaryIO, step: Step = lambda: None
     return report
 
 
-def _take(
-    backend: StorageBackend, member: tarfile.TarInfo, file: IO[bytes] | None, report: ImportReport
-) -> None:
+def _take(backend: StorageBackend, member: tarfile.TarInfo, file: IO[bytes] | None, report: ImportReport) -> None:
     entry, record = _ENTRY.fullmatch(member.name), _RECORD.fullmatch(member.name)
     if not (entry or record or member.name == _DOCUMENTS) or file is None:
         raise ValueError("this is not part of a store")

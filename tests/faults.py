@@ -81,11 +81,17 @@ def observe(fault: Fault, where: Any, storage: str) -> Outcome:
             prefill = engine.prefill(PROMPT)
             seconds = time.perf_counter() - started
             counted = engine.counts().get(fault.counter or "", 0) - counted
-        _wait_for_the_breaker(fault)
-        if fault.reingest:
-            engine.ingest(TEXTS, progress=False)
-        again = engine.prefill(PROMPT).stats
-        return Outcome(torch.equal(prefill.logits, expected.logits), seconds, counted, again.reused_tokens)
+        if fault.medium == "disk":
+            reused = _reused(engine, fault)
+        else:  # a server that failed is left alone for 5 s, and one that just woke up may be slow for a while
+            reused = next((n for _ in range(5) if not time.sleep(5.2) and (n := _reused(engine, fault))), 0)
+        return Outcome(torch.equal(prefill.logits, expected.logits), seconds, counted, reused)
+
+
+def _reused(engine: BlendEngine, fault: Fault) -> int:
+    if fault.reingest:
+        engine.ingest(TEXTS, progress=False)
+    return engine.prefill(PROMPT).stats.reused_tokens
 
 
 @contextlib.contextmanager
@@ -98,11 +104,6 @@ def place_of(fault: Fault, directory: Path) -> Iterator[tuple[Any, str]]:
     credentials = {"AWS_ACCESS_KEY_ID": ACCESS_KEY, "AWS_SECRET_ACCESS_KEY": SECRET_KEY}
     with make(directory) as server, mock.patch.dict(os.environ, credentials):
         yield server, server.url
-
-
-def _wait_for_the_breaker(fault: Fault) -> None:
-    if fault.medium != "disk" and fault.counter == "unavailable":
-        time.sleep(5.2)  # a server that failed is left alone for 5 s
 
 
 # --- on disk ---

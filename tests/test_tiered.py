@@ -655,18 +655,26 @@ def test_a_link_reaches_the_farther_tiers_before_the_entry(remote: Remote) -> No
     backend.close()
 
 
-def test_a_link_is_not_given_up_because_it_is_refused(remote: Remote) -> None:
+@pytest.mark.parametrize("error", [OSError("no space"), RuntimeError("a bug")], ids=["refused", "a bug"])
+def test_a_link_is_not_given_up_and_no_entry_overtakes_it(remote: Remote, error: Exception) -> None:
     backend = TieredBackend([Remote(), remote], write_behind_bytes=1, patience_s=0.1)
-    remote.refuses = {"link"}
+
+    def refuse(name: str) -> None:
+        if name == "link":
+            raise error
+
+    remote.before = refuse
     backend.link("doc", [key(i) for i in range(10)])
     backend.link("other", [key(i) for i in range(10, 20)])
+    backend.write(key(1), b"")
     assert not backend.flush(0.5)
     assert remote.calls["link"] > 2
-    remote.refuses = set()
+    assert list(remote.keys()) == []
+    remote.before = lambda name: None
     assert drained(backend)
     assert forget(remote, "doc") == sorted(key(i) for i in range(10))
     assert forget(remote, "other") == sorted(key(i) for i in range(10, 20))
-    assert backend.stats().counts["dropped"] == 0
+    assert backend.stats().counts["dropped"] == 1  # the entry: the queue stood still
     backend.close()
 
 

@@ -6,6 +6,7 @@ import typer
 
 from rag_blend.cli.bench import bench
 from rag_blend.cli.calibrate import calibrate
+from rag_blend.cli.doctor import doctor
 from rag_blend.cli.store import store
 
 app = typer.Typer(
@@ -17,6 +18,7 @@ app = typer.Typer(
 app.add_typer(bench, name="bench")
 app.add_typer(store, name="store")
 app.command()(calibrate)
+app.command()(doctor)
 
 
 def main() -> None:

@@ -32,6 +32,15 @@ class DocumentTable(Database):
         """The keys that these documents need and no other does, sorted."""
         return self.run("BEGIN", lambda db: _needed_only_by(db, documents)) if self.path.exists() else []
 
+    def needed_by_others(self, documents: AbstractSet[str], keys: AbstractSet[str]) -> set[str]:
+        """Those of `keys` that some document which is not among `documents` needs."""
+        query = "SELECT document FROM needs WHERE key = ?"
+
+        def work(db: sqlite3.Connection) -> set[str]:
+            return {key for key in keys if any(other not in documents for (other,) in db.execute(query, (key,)))}
+
+        return self.run("BEGIN", work) if self.path.exists() else set()
+
     def all(self) -> list[tuple[str, list[str]]]:
         """All documents with the keys they need."""
         needs: dict[str, list[str]] = {}

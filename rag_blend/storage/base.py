@@ -84,9 +84,11 @@ class StorageBackend(ABC):
 
     Attributes:
         parallel_reads: How many reads of different entries are worth having under way at once.
+        durable: Whether what is written outlives the process.
     """
 
     parallel_reads: int = 1
+    durable: bool = True
 
     @abstractmethod
     def write(self, key: str, data: bytes, label: bytes = b"") -> None:
@@ -149,6 +151,10 @@ class StorageBackend(ABC):
     @abstractmethod
     def needed_only_by(self, documents: AbstractSet[str]) -> list[str]:
         """The keys that these documents need and no other does, sorted. Writes nothing: a full medium may be freed."""
+
+    @abstractmethod
+    def needed_by_others(self, documents: AbstractSet[str], keys: AbstractSet[str]) -> set[str]:
+        """Those of `keys` that some document which is not among `documents` needs."""
 
     @abstractmethod
     def unlink(self, documents: AbstractSet[str]) -> None:

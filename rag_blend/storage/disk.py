@@ -214,6 +214,10 @@ class DiskBackend(StorageBackend):
         """See `StorageBackend.needed_only_by`."""
         return self._documents.needed_only_by(documents)
 
+    def needed_by_others(self, documents: AbstractSet[str], keys: AbstractSet[str]) -> set[str]:
+        """See `StorageBackend.needed_by_others`."""
+        return self._documents.needed_by_others(documents, keys)
+
     def unlink(self, documents: AbstractSet[str]) -> None:
         """See `StorageBackend.unlink`."""
         self._documents.unlink(documents)

@@ -135,7 +135,7 @@ class MemoryBackend(StorageBackend):
             return sorted(theirs.difference(*(keys for name, keys in self._needs.items() if name not in documents)))
 
     def needed_by_others(self, documents: AbstractSet[str], keys: AbstractSet[str]) -> set[str]:
-        """Those of `keys` that some document which is not among `documents` needs."""
+        """See `StorageBackend.needed_by_others`."""
         with self._lock:
             others = (needed for name, needed in self._needs.items() if name not in documents)
             return set(keys & set[str]().union(*others))

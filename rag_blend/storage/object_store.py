@@ -198,6 +198,12 @@ class ObjectStoreBackend(StorageBackend):
         needing = self._listed([self._needs(key) for key in keys])
         return [key for key, others in zip(keys, needing, strict=True) if others <= digests]
 
+    def needed_by_others(self, documents: AbstractSet[str], keys: AbstractSet[str]) -> set[str]:
+        """See `StorageBackend.needed_by_others`."""
+        digests, ordered = {_digest(document) for document in documents}, sorted(keys)
+        needing = self._listed([self._needs(key) for key in ordered])
+        return {key for key, others in zip(ordered, needing, strict=True) if others - digests}
+
     def unlink(self, documents: AbstractSet[str]) -> None:
         """See `StorageBackend.unlink`."""
         digests = sorted(_digest(document) for document in documents)
@@ -381,8 +387,11 @@ def _each(
         except FileNotFoundError:
             return None
 
-    with ThreadPoolExecutor(_AT_ONCE) as pool:
-        return list(pool.map(one, names))
+    try:
+        with ThreadPoolExecutor(_AT_ONCE) as pool:
+            return list(pool.map(one, names))
+    except RuntimeError:  # the interpreter is ending, and starts no more threads
+        return [one(name) for name in names]
 
 
 def _digest(document: str) -> str:

@@ -207,6 +207,12 @@ class RedisBackend(StorageBackend):
         keys = sorted(set[str]().union(*self._members("document", digests)))
         return [key for key, others in zip(keys, self._members("needs", keys), strict=True) if others <= set(digests)]
 
+    def needed_by_others(self, documents: AbstractSet[str], keys: AbstractSet[str]) -> set[str]:
+        """See `StorageBackend.needed_by_others`."""
+        digests, ordered = {_digest(document) for document in documents}, sorted(keys)
+        needing = self._members("needs", ordered)
+        return {key for key, others in zip(ordered, needing, strict=True) if others - digests}
+
     def unlink(self, documents: AbstractSet[str]) -> None:
         """See `StorageBackend.unlink`."""
         digests = sorted(_digest(document) for document in documents)

@@ -230,6 +230,14 @@ class TieredBackend(StorageBackend):
         """
         return self._documents.needed_only_by(documents)
 
+    def needed_by_others(self, documents: AbstractSet[str], keys: AbstractSet[str]) -> set[str]:
+        """See `StorageBackend.needed_by_others`: as any tier knows.
+
+        Raises:
+            OSError: A tier does not answer.
+        """
+        return self._documents.needed_by_others(documents, keys)
+
     def unlink(self, documents: AbstractSet[str]) -> None:
         """See `StorageBackend.unlink`.
 
@@ -303,9 +311,10 @@ class TieredBackend(StorageBackend):
         if self._is_closed:
             return
         self._is_closed = True
-        self._ahead.close()
+        reads_ahead = not self._ahead.close()
         self.flush(self._flush_s)
-        busy = {tier for tier, lane in self._promotions.items() if not lane.close()}
+        busy = set(self._tiers[1:]) if reads_ahead else set()
+        busy |= {tier for tier, lane in self._promotions.items() if not lane.close()}
         busy |= {far.tier for far in self._durable.far if not far.lane.close()}
         with contextlib.ExitStack() as closing:  # each is closed, whatever the others raise
             for tier in self._tiers:

@@ -259,6 +259,15 @@ class StorageContract:
         backend.unlink({"b", "c"})
         assert backend.needed_only_by({"a", "b", "c"}) == []
 
+    def test_what_other_documents_need(self, backend: StorageBackend) -> None:
+        backend.link("a", [key(1), key(2)])
+        backend.link("b", [key(2), key(3)])
+        everything = {key(i) for i in range(5)}
+        assert backend.needed_by_others({"a"}, everything) == {key(2), key(3)}
+        assert backend.needed_by_others({"a", "b"}, everything) == set()
+        assert backend.needed_by_others({"unknown"}, {key(1), key(4)}) == {key(1)}
+        assert backend.needed_by_others(set(), set()) == set()
+
     def test_link_adds_and_may_be_repeated(self, backend: StorageBackend) -> None:
         backend.link("a", iter([key(1), key(1)]))
         backend.link("a", [key(2)])

@@ -54,7 +54,7 @@ class Documents:
             found.update(_asked(tier, lambda backend: backend.needed_only_by(documents)))
         if len(tiers) == 1:
             return sorted(found)
-        others = [_asked(tier, lambda backend: _needed_by_others(backend, documents, found)) for tier in tiers]
+        others = [_asked(tier, lambda backend: backend.needed_by_others(documents, found)) for tier in tiers]
         return sorted(found.difference(*others))
 
     def listed(self) -> Iterator[tuple[str, list[str]]]:
@@ -68,6 +68,13 @@ class Documents:
                 if tier is self._durable.home:
                     raise
         return ((document, sorted(keys)) for document, keys in needs.items())
+
+    def needed_by_others(self, documents: AbstractSet[str], keys: AbstractSet[str]) -> set[str]:
+        """See `TieredBackend.needed_by_others`."""
+        asked = (
+            _asked(tier, lambda backend: backend.needed_by_others(documents, keys)) for tier in self._durable.tiers
+        )
+        return set[str]().union(*asked)
 
     def unlink(self, documents: AbstractSet[str]) -> None:
         """See `TieredBackend.unlink`."""
@@ -90,9 +97,3 @@ def _asked(tier: Tier, question: Callable[[StorageBackend], T]) -> T:
     except OSError as error:
         tier.failed(error)
         raise
-
-
-def _needed_by_others(backend: StorageBackend, documents: AbstractSet[str], keys: AbstractSet[str]) -> set[str]:
-    """See `MemoryBackend.needed_by_others`; nothing for a backend that cannot tell."""
-    ask = getattr(backend, "needed_by_others", None)
-    return set(ask(documents, keys)) if ask is not None else set()

@@ -202,8 +202,8 @@ class Lane:
         if job.must_finish:
             return True
         is_away = isinstance(error, TimeoutError | ConnectionError)
-        is_worth_it = is_away or job.is_patient or attempts < _ATTEMPTS
-        return not self._is_closed and isinstance(error, OSError) and is_worth_it
+        is_worth_it = job.is_patient or is_away or (isinstance(error, OSError) and attempts < _ATTEMPTS)
+        return is_worth_it and not self._is_closed
 
     def _drop(self, job: Job, reason: object) -> None:
         with self._changed:

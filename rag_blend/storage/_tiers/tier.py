@@ -24,7 +24,7 @@ class Tier:
     def __init__(self, name: str, backend: StorageBackend) -> None:
         self.name = name
         self.backend = backend
-        self.is_durable: bool = getattr(backend, "durable", True)
+        self.is_durable: bool = backend.durable
         self._counts: Counter[str] = Counter()  # a lost update of a counter is no reason for a lock
 
     @property
