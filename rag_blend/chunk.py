@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from typing import NamedTuple
 
 import numpy as np
@@ -109,6 +109,7 @@ def digest_ids(token_ids: Sequence[int] | np.ndarray) -> str:
 
 
 NO_TOKENS = digest_ids([])
+_ORIGIN = tuple(field.name for field in fields(ChunkOrigin))
 
 
 def chunk_key(origin: ChunkOrigin, token_ids: Sequence[int] | np.ndarray) -> str:
@@ -116,4 +117,5 @@ def chunk_key(origin: ChunkOrigin, token_ids: Sequence[int] | np.ndarray) -> str
 
     The document's id is deliberately not part of it: the same text in two documents is stored once.
     """
-    return digest_json({"format": FORMAT, "ids": digest_ids(token_ids), **asdict(origin)})
+    said = {name: getattr(origin, name) for name in _ORIGIN}  # asdict would copy, and a store has many
+    return digest_json({"format": FORMAT, "ids": digest_ids(token_ids), **said})

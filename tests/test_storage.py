@@ -531,7 +531,8 @@ def test_a_killed_writer_leaves_the_old_or_the_new_entry(disk: DiskBackend, step
 def test_writers_killed_at_any_moment(disk: DiskBackend) -> None:
     versions = [bytes([i]) * 30_000 for i in range(8)]
     disk.write(key(1), versions[0])
-    for i in range(6):
+    for round_ in range(50):
+        i = round_ % 6
         started, at = os.pipe()
 
         def write(i: int = i, at: int = at) -> None:
