@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import threading
+import time
 from collections import Counter, OrderedDict
 from collections.abc import Iterable, Iterator, Mapping
 from collections.abc import Set as AbstractSet
@@ -30,6 +31,7 @@ from rag_blend.storage import EntryReader, StorageBackend
 logger = logging.getLogger(__name__)
 
 _REMEMBERED_HEADERS = 2048
+_WARNING_PAUSE_S = 60.0
 
 
 class StoredChunk:
@@ -102,6 +104,7 @@ class KVStore:
         self._headers: OrderedDict[str, EntryHeader] = OrderedDict()
         self._lock = threading.Lock()
         self._counts: Counter[str] = Counter()
+        self._warned_at = float("-inf")  # of a medium that does not answer; by `time.monotonic`
 
     @property
     def counts(self) -> Mapping[str, int]:
@@ -155,7 +158,13 @@ class KVStore:
         self._forget_header(key)
 
     def count_unavailable(self, key: str, reason: Exception, level: int = logging.WARNING) -> None:
-        """Count and log an entry that the medium did not deliver."""
+        """Count and log an entry that the medium did not deliver; while that goes on, one warning a minute will do."""
+        now = time.monotonic()
+        with self._lock:
+            if level == logging.WARNING and now - self._warned_at < _WARNING_PAUSE_S:
+                level = logging.DEBUG
+            elif level == logging.WARNING:
+                self._warned_at = now
         logger.log(level, "cache entry %s cannot be read, it will be recomputed: %s", key[:12], reason)
         self._count("unavailable")
 

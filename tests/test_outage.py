@@ -102,6 +102,19 @@ def test_a_silent_store_is_asked_once_for_each_chunk(
     assert backend.answers_left == -6
 
 
+def test_an_outage_is_one_warning(
+    make_engine: MakeEngine, texts: list[str], backend: FarAway, caplog: pytest.LogCaptureFixture
+) -> None:
+    engine = make_engine(storage=backend)
+    engine.ingest(texts, progress=False)
+    backend.answers_left = 0
+    caplog.clear()
+    for _ in range(3):
+        engine.prefill(prompt_with(*texts))
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
+    assert engine.counts()["unavailable"] == 18
+
+
 def test_the_store_is_told_how_long_it_may_take(make_engine: MakeEngine, texts: list[str], backend: FarAway) -> None:
     engine = make_engine(storage=backend)
     engine.ingest(texts, progress=False)
