@@ -11,12 +11,12 @@ from typing import Any, Literal, Self
 
 from langchain_core.prompt_values import PromptValue
 from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, model_validator
+from rag_blend_frameworks.prompts import Prompt, says_today
 
 from langchain_rag_blend.contexts import Contexts
 from langchain_rag_blend.engines import Lease, SharedEngine, contexts_of, read_tokenizer, shared_engine
-from langchain_rag_blend.head import HeadSource, head_ids, head_of_template, says_today, template_in
+from langchain_rag_blend.head import HeadSource, head_ids, head_of_template, template_in
 from langchain_rag_blend.options import generation_options
-from langchain_rag_blend.prompts import Prompt
 from rag_blend import BlendEngine, Generation, GenerationCancelledError, TextStream
 
 logger = logging.getLogger(__name__)

@@ -17,13 +17,13 @@ from langchain_core.runnables import Runnable
 from langchain_core.tools import BaseTool
 from langchain_core.utils.function_calling import convert_to_openai_tool
 from pydantic import BaseModel, ConfigDict, Field
+from rag_blend_frameworks.prompts import Prompt
+from rag_blend_frameworks.threads import call_in_thread, iterate_in_thread
 
 from langchain_rag_blend.base import BlendModel
 from langchain_rag_blend.messages import Tool, render, shows_tools
-from langchain_rag_blend.prompts import Prompt
 from langchain_rag_blend.responses import metadata, usage
 from langchain_rag_blend.structured import json_chain
-from langchain_rag_blend.threads import call_in_thread, iterate_in_thread
 from langchain_rag_blend.tools import Answer, opening, parse, readable_part
 from rag_blend import Generation
 

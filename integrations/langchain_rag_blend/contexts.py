@@ -11,9 +11,9 @@ from collections.abc import Iterable, Sequence
 from itertools import takewhile
 
 from langchain_core.documents import Document
+from rag_blend_frameworks.prompts import Prompt, token_ids
 
 from langchain_rag_blend.head import head_ids
-from langchain_rag_blend.prompts import Prompt, token_ids
 from rag_blend import BlendEngine, GenerationStats
 
 logger = logging.getLogger(__name__)

@@ -6,7 +6,6 @@ with several stand-ins and only the tokens that all of them share are kept: they
 prompt that this template makes.
 """
 
-import datetime
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -14,14 +13,10 @@ from langchain_core.messages import AIMessage, BaseMessage, HumanMessage
 from langchain_core.prompt_values import PromptValue
 from langchain_core.prompts import BasePromptTemplate, ChatPromptTemplate, MessagesPlaceholder
 from langchain_core.runnables import Runnable
-
-from langchain_rag_blend.prompts import Prompt, token_ids
+from rag_blend_frameworks.prompts import STAND_INS, Prompt, shared_ids
 
 HeadSource = BasePromptTemplate[Any] | Runnable[Any, Any] | str | Sequence[int]
 """A prompt template, a chain that has one, the very text in front of the context, or its token ids."""
-
-# They differ in the first character: capital, small letter, digit, bracket, dash, accent, ideograph.
-STAND_INS = tuple(first + "qxjzkvw" for first in ("Z", "z", "7", "(", "-", "\u00e9", "\u4e2d"))
 
 
 def head_ids(tokenizer: Any, head: Prompt) -> list[int]:
@@ -38,7 +33,7 @@ def head_ids(tokenizer: Any, head: Prompt) -> list[int]:
         return []
     texts = (head.text, *(head.text + stand_in for stand_in in STAND_INS))
     # The head by itself bounds the result where a tokenizer maps all stand-ins to one unknown token.
-    return _common_prefix([token_ids(tokenizer, head._replace(text=text)) for text in texts])
+    return shared_ids(tokenizer, [head._replace(text=text) for text in texts])
 
 
 def head_of_template(
@@ -90,12 +85,6 @@ def template_in(source: Runnable[Any, Any], variable: str) -> BasePromptTemplate
     )
 
 
-def says_today(tokenizer: Any, head: Sequence[int]) -> bool:
-    """Tell whether the chat template wrote today's date into the head, as Llama 3.2's does."""
-    template = str(getattr(tokenizer, "chat_template", None) or "")
-    return "strftime_now" in template and str(datetime.date.today().year) in tokenizer.decode(head)
-
-
 def _values_of_other_variables(template: BasePromptTemplate[Any], variable: str) -> Iterator[dict[str, Any]]:
     """Two sets of values that have nothing in common."""
     histories = _history_variables(template)
@@ -108,12 +97,3 @@ def _values_of_other_variables(template: BasePromptTemplate[Any], variable: str)
 def _history_variables(template: BasePromptTemplate[Any]) -> set[str]:
     messages = template.messages if isinstance(template, ChatPromptTemplate) else []
     return {message.variable_name for message in messages if isinstance(message, MessagesPlaceholder)}
-
-
-def _common_prefix(rows: Sequence[Sequence[int]]) -> list[int]:
-    shared: list[int] = []
-    for column in zip(*rows, strict=False):
-        if len(set(column)) > 1:
-            break
-        shared.append(column[0])
-    return shared

@@ -12,11 +12,11 @@ from langchain_core.outputs import Generation as TextGeneration
 from langchain_core.outputs import GenerationChunk, LLMResult
 from langchain_core.prompt_values import PromptValue
 from pydantic import ConfigDict
+from rag_blend_frameworks.prompts import Prompt
+from rag_blend_frameworks.threads import call_in_thread, iterate_in_thread
 
 from langchain_rag_blend.base import BlendModel
-from langchain_rag_blend.prompts import Prompt
 from langchain_rag_blend.responses import metadata, usage
-from langchain_rag_blend.threads import call_in_thread, iterate_in_thread
 from rag_blend import Generation, GenerationStats
 
 

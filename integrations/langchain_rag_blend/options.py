@@ -3,8 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-# Only meaningful when sampling; transformers warns when they are set for a greedy run.
-_SAMPLING_ONLY = ("temperature", "top_p", "top_k", "min_p", "typical_p")
+from rag_blend_frameworks.options import merged_options
 
 # LangChain's own, which describe a call to its tracers or choose between endpoints.
 _NOT_FOR_THE_ENGINE = frozenset({"stream", "strict", "parallel_tool_calls", "ls_structured_output_format"})
@@ -23,37 +22,11 @@ def generation_options(
     Returns:
         Keyword arguments for `BlendEngine.generate` and `BlendEngine.stream`.
     """
-    base, given = _named(defaults), _named(call)
-    merged = {**base, **given}
+    merged = merged_options(*(_for_the_engine(options) for options in (defaults, call)))
     words = merged.get("stop") if stop is None else stop
     merged["stop"] = [words] if isinstance(words, str) else list(words or ())
-    merged.update(_sampling(base, given))
-    if merged.get("do_sample") is False:
-        for name in _SAMPLING_ONLY:
-            merged.pop(name, None)
     return merged
 
 
-def _named(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Drop what was not given and translate the one name that LangChain spells differently."""
-    named = {name: value for name, value in options.items() if value is not None and name not in _NOT_FOR_THE_ENGINE}
-    limit = named.pop("max_tokens", None)
-    if limit is not None:
-        named.setdefault("max_new_tokens", limit)
-    return named
-
-
-def _sampling(base: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, bool]:
-    """Decide `do_sample` from the temperature, which is all that LangChain users set.
-
-    transformers ignores a temperature unless `do_sample` is set too, and rejects a temperature of 0. The
-    explicit `do_sample` of the side that gave the temperature (or of a later one) is respected.
-    """
-    temperature = given.get("temperature", base.get("temperature"))
-    if temperature is None:
-        return {}
-    if temperature == 0:
-        return {"do_sample": False}
-    if "do_sample" in given or ("do_sample" in base and "temperature" not in given):
-        return {}
-    return {"do_sample": True}
+def _for_the_engine(options: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in options.items() if name not in _NOT_FOR_THE_ENGINE}

@@ -4,11 +4,11 @@ from collections.abc import Sequence
 from typing import Any
 
 from langchain_core.documents import BaseDocumentTransformer, Document
+from rag_blend_frameworks.threads import call_in_thread
 
 from langchain_rag_blend.base import BlendModel
 from langchain_rag_blend.document_cache import DocumentCache
 from langchain_rag_blend.head import HeadSource
-from langchain_rag_blend.threads import call_in_thread
 
 
 class PrecomputeKV(BaseDocumentTransformer):

@@ -12,11 +12,11 @@ from typing import Any
 from langchain_core.documents import Document
 from langchain_core.embeddings import Embeddings
 from langchain_core.vectorstores import InMemoryVectorStore, VectorStore
+from rag_blend_frameworks.threads import call_in_thread
 
 from langchain_rag_blend.base import BlendModel
 from langchain_rag_blend.document_cache import DocumentCache
 from langchain_rag_blend.head import HeadSource
-from langchain_rag_blend.threads import call_in_thread
 
 logger = logging.getLogger(__name__)
 

@@ -367,7 +367,7 @@ async def test_the_event_loop_ticks_during_generation(kind, endpoint):
     done.set()
     await ticker
     assert ticks >= 5
-    assert engine.calls[0].thread == "rag-blend-langchain"
+    assert engine.calls[0].thread == "rag-blend-call"
 
 
 @pytest.mark.parametrize("kind", MODELS)
@@ -397,7 +397,7 @@ def wait_until_idle(engine, within=2.0):
         assert time.monotonic() < deadline, "the computation goes on"
         seen = engine.steps
         time.sleep(0.1)
-    while any(thread.name == "rag-blend-langchain" for thread in threading.enumerate()):
+    while any(thread.name == "rag-blend-call" for thread in threading.enumerate()):
         assert time.monotonic() < deadline, "a thread was left behind"
         time.sleep(0.01)
     return seen

@@ -33,13 +33,14 @@ from llama_index.core.prompts.default_prompt_selectors import DEFAULT_TEXT_QA_PR
 from llama_index.llms.rag_blend import responses
 from llama_index.llms.rag_blend.complaints import not_swallowed
 from llama_index.llms.rag_blend.engine_handle import NO_MODEL, EngineHandle, ModelFacts
-from llama_index.llms.rag_blend.head import head_ids, says_today
-from llama_index.llms.rag_blend.messages import Prompt, render_chat
+from llama_index.llms.rag_blend.head import head_ids
+from llama_index.llms.rag_blend.messages import render_chat
 from llama_index.llms.rag_blend.options import generation_options
 from llama_index.llms.rag_blend.rehearsal import front_of, is_rehearsed
 from llama_index.llms.rag_blend.reporting import report
-from llama_index.llms.rag_blend.threads import call_in_thread, iterate_in_thread
 from llama_index.llms.rag_blend.vector_store import attach_index
+from rag_blend_frameworks.prompts import Prompt, says_today
+from rag_blend_frameworks.threads import call_in_thread, iterate_in_thread
 
 from rag_blend import BlendEngine, IngestReport
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 from llama_index.llms.rag_blend.known_heads import KnownHeads
-from llama_index.llms.rag_blend.messages import Prompt
+from rag_blend_frameworks.prompts import Prompt
 from transformers import AutoTokenizer
 
 from rag_blend import BlendEngine, read_model_info

@@ -13,7 +13,7 @@ from llama_index.core.bridge.pydantic import Field, PrivateAttr
 from llama_index.core.prompts import BasePromptTemplate
 from llama_index.core.schema import BaseNode, TransformComponent
 from llama_index.llms.rag_blend.nodes import ingest_nodes
-from llama_index.llms.rag_blend.threads import call_in_thread
+from rag_blend_frameworks.threads import call_in_thread
 
 if TYPE_CHECKING:
     from llama_index.llms.rag_blend.base import BlendLLM

@@ -12,7 +12,7 @@ from typing import Any
 
 from llama_index.core.base.response.schema import StreamingResponse
 from llama_index.core.schema import NodeWithScore, TextNode
-from llama_index.llms.rag_blend.messages import Prompt
+from rag_blend_frameworks.prompts import Prompt
 
 STAND_IN = "Zqxjzkvw"
 

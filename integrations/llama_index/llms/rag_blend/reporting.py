@@ -5,9 +5,8 @@ import logging
 from typing import TYPE_CHECKING, Any
 
 from llama_index.llms.rag_blend.events import BlendEvent, explain
-from llama_index.llms.rag_blend.head import token_ids
-from llama_index.llms.rag_blend.messages import Prompt
 from llama_index_instrumentation import get_dispatcher
+from rag_blend_frameworks.prompts import Prompt, token_ids
 
 from rag_blend import GenerationStats
 

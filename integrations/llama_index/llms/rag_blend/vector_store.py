@@ -17,7 +17,7 @@ from llama_index.core.vector_stores.types import (
     VectorStoreQueryResult,
 )
 from llama_index.llms.rag_blend.node_cache import NodeCache, nodes_of_index
-from llama_index.llms.rag_blend.threads import call_in_thread
+from rag_blend_frameworks.threads import call_in_thread
 
 from rag_blend import IngestReport
 

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 from llama_index.core.schema import BaseNode
 from llama_index.llms.rag_blend.head import head_ids
-from llama_index.llms.rag_blend.messages import Prompt
 from llama_index.llms.rag_blend.nodes import document_of, prompt_text
+from rag_blend_frameworks.prompts import Prompt
 
 if TYPE_CHECKING:
     from llama_index.llms.rag_blend.base import BlendLLM

@@ -1,7 +1,7 @@
 """Run blocking engine calls beside an event loop, and stop them when nobody waits any more.
 
-Each call gets a thread of its own instead of one from the loop's default executor: calls queue up inside
-the engine, and a queue there must not starve the other users of that small pool (embeddings, vector stores).
+Each call gets a thread of its own instead of one from the loop's default executor: calls queue up inside the engine,
+and a queue there must not starve the other users of that small pool (embeddings, vector stores).
 """
 
 import asyncio
@@ -42,7 +42,8 @@ async def call_in_thread(call: Callable[[], T], cancel: threading.Event | None =
 def iterate_in_thread(start: Callable[[], Iterator[T]], cancel: threading.Event) -> AsyncGenerator[T, None]:
     """Iterate over a blocking iterator without blocking the event loop.
 
-    Nothing runs before the first item is awaited. The thread sees the context variables as they are now.
+    Nothing runs before the first item is awaited. The thread sees the context variables as they are now, so that
+    events raised in it belong to the span that asked.
 
     Args:
         start: Makes the iterator; called in the thread because it may load the model.
@@ -74,7 +75,7 @@ async def _iterate(
         else:
             post(_END)
 
-    threading.Thread(target=context.run, args=(pump,), name="rag-blend-langchain", daemon=True).start()
+    threading.Thread(target=context.run, args=(pump,), name="rag-blend-call", daemon=True).start()
     try:
         while (item := await queue.get()) is not _END:
             if isinstance(item, _Failure):

@@ -1,0 +1,1 @@
+"""What the integrations share: prompts, chat templates, call arguments, threads. Knows no framework; not public."""
