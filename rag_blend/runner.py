@@ -161,8 +161,9 @@ class PromptRunner:
             plan = plan_blend(len(ids), [], [*found.prefix, *found.chunks])
         else:
             same, device = self._adapter.rotary.same_angles, self._adapter.device
-            exact = [match for match in found.prefix if same(len(ids), match.end, device=device)]
-            inexact = [] if exact else found.prefix
+            whole = [match for match in found.prefix if same(len(ids), match.end, device=device)]
+            exact = [match for match in whole if self._store.is_lossless(match.key)]
+            inexact = [match for match in whole if match not in exact] if whole else found.prefix
             plan = plan_blend(len(ids), exact, [*inexact, *found.chunks], kept=kept)
         return plan, len(found.elsewhere), found.lost
 

@@ -183,22 +183,14 @@ class KVStore:
             KeyError: There is no such chunk any more.
             StoreUnavailableError: The medium does not answer.
         """
-        with self._lock:
-            if key in self._headers:
-                self._headers.move_to_end(key)
-                return self._headers[key].token_ids
+        return self._remembered(key).token_ids
+
+    def is_lossless(self, key: str) -> bool:
+        """Whether a stored chunk has what was computed, but for its 16 bits; False when it cannot be had."""
         try:
-            stored = self.open(key)
-        except StoreUnavailableError:
-            raise
-        except StoreError as error:
-            raise KeyError(key) from error
-        stored.close()
-        with self._lock:
-            self._headers[key] = stored.header
-            if len(self._headers) > _REMEMBERED_HEADERS:
-                self._headers.popitem(last=False)
-        return stored.header.token_ids
+            return self._remembered(key).codec.lossless
+        except (KeyError, StoreUnavailableError):
+            return False
 
     def scan(self, any_model: bool = False) -> Iterator[ListedChunk]:
         """All entries of this model and tenant; others are counted and skipped.
@@ -293,6 +285,25 @@ class KVStore:
         except FingerprintMismatchError:  # of a codec that is not known here
             self._count("foreign")
             raise
+
+    def _remembered(self, key: str) -> EntryHeader:
+        """A stored chunk's header, for questions that are asked again and again; see `token_ids`."""
+        with self._lock:
+            if key in self._headers:
+                self._headers.move_to_end(key)
+                return self._headers[key]
+        try:
+            stored = self.open(key)
+        except StoreUnavailableError:
+            raise
+        except StoreError as error:
+            raise KeyError(key) from error
+        stored.close()
+        with self._lock:
+            self._headers[key] = stored.header
+            if len(self._headers) > _REMEMBERED_HEADERS:
+                self._headers.popitem(last=False)
+        return stored.header
 
     def _forget_header(self, key: str) -> None:
         with self._lock:
