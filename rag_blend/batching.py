@@ -92,36 +92,41 @@ class RequestQueue:
     def _work(self) -> None:
         while True:
             with self._lock:
-                batch = self._next()
-                if batch:
-                    self._answer_batch(batch)
+                first = self._oldest()
+                if first is not None:
+                    self._answer_with_others(first)
             with self._mutex:
                 if not self._waiting:
                     self._thread = None
                     return
 
-    def _next(self) -> list[Request]:
-        """The oldest request, and later ones that go with it."""
+    def _oldest(self) -> Request | None:
         with self._mutex:
-            if not self._waiting:
-                return []
-            batch = [self._waiting.popleft()]
+            return self._waiting.popleft() if self._waiting else None
+
+    def _answer_with_others(self, first: Request) -> None:
+        try:
+            batch = self._with_others(first)
+            if len(batch) > 1:
+                self._answer_together(batch)
+            else:
+                first.outcome.set_result(self._answer(first))
+        except BaseException as error:  # somebody waits for it, and the thread must go on for those behind
+            if not first.outcome.done():
+                first.outcome.set_exception(error)
+
+    def _with_others(self, first: Request) -> list[Request]:
+        """A request, and later ones that go with it."""
+        batch = [first]
+        with self._mutex:
             for request in list(self._waiting):
                 if len(batch) == self._max_batch:
                     break
-                if self._go_together(batch[0], request) and _tokens([*batch, request]) <= _MOST_TOKENS:
-                    self._waiting.remove(request)
+                if self._go_together(first, request) and _tokens([*batch, request]) <= _MOST_TOKENS:
                     batch.append(request)
-            return batch
-
-    def _answer_batch(self, batch: Sequence[Request]) -> None:
-        if len(batch) > 1:
-            self._answer_together(batch)
-            return
-        try:
-            batch[0].outcome.set_result(self._answer(batch[0]))
-        except BaseException as error:
-            batch[0].outcome.set_exception(error)
+            for request in batch[1:]:  # all at once: if the choice fails, nobody has left the queue
+                self._waiting.remove(request)
+        return batch
 
 
 def _tokens(batch: Sequence[Request]) -> int:

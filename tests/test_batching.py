@@ -154,6 +154,20 @@ def test_one_prompt_too_long_and_none_is_answered(make_engine: MakeEngine, texts
         engine.generate_batch(["the river", prompt_with(*texts * 20)])
 
 
+def test_a_failure_while_a_batch_is_chosen_reaches_who_waits(make_engine: MakeEngine, texts: list[str]) -> None:
+    engine = make_engine()
+    usual = engine._queue._go_together
+
+    def fail(first: Any, second: Any) -> bool:
+        raise RuntimeError("out of memory")
+
+    engine._queue._go_together = fail
+    with pytest.raises(RuntimeError, match="out of memory"):
+        engine.generate_batch(prompts_of(texts)[:2], 2)
+    engine._queue._go_together = usual
+    assert len(engine.generate_batch(prompts_of(texts)[:2], 2)) == 2
+
+
 def test_one_failure_leaves_the_others_alone(make_engine: MakeEngine, texts: list[str], batches: list[int]) -> None:
     engine = make_engine()
     usual = engine._server._run
