@@ -19,7 +19,7 @@ from rag_blend.errors import ChunkNotFoundError, CorruptChunkError, FingerprintM
 from rag_blend.label import label_of
 from rag_blend.sample import samples_drawn_from
 from rag_blend.storage import EntryReader, StorageBackend
-from rag_blend.storage.base import Bytes
+from rag_blend.storage.memory import BytesReader
 from rag_blend.store import KVStore
 
 Step = Callable[[], object]  # called after each entry, for a progress bar
@@ -179,7 +179,7 @@ def _take(backend: StorageBackend, member: tarfile.TarInfo, file: IO[bytes] | No
         raise ValueError(f"{member.size} bytes are too many")
     data = file.read()
     if entry:
-        header = _read_all(_BytesReader(data), entry[1])
+        header = _read_all(BytesReader(np.frombuffer(bytearray(data), dtype=np.uint8)), entry[1])
         backend.write(entry[1], data, label_of(header.origin, header.token_ids))
         report.entries += 1
     elif record:
@@ -208,17 +208,3 @@ def _add(tar: tarfile.TarFile, name: str, data: bytes) -> None:
     member = tarfile.TarInfo(name)
     member.size, member.mode = len(data), 0o600
     tar.addfile(member, io.BytesIO(data))
-
-
-class _BytesReader(EntryReader):
-    def __init__(self, data: bytes) -> None:
-        self.size = len(data)
-        self._data = np.frombuffer(bytearray(data), dtype=np.uint8)
-
-    def read(self, offset: int, length: int) -> Bytes:
-        if offset + length > self.size:
-            raise CorruptChunkError(f"entry has {self.size} bytes, {offset + length} were expected")
-        return self._data[offset : offset + length]
-
-    def close(self) -> None:
-        return None

@@ -21,8 +21,9 @@ from contracts.storage import content, key
 from processes import dead_pid, in_child, status_of
 
 from rag_blend.errors import ChunkNotFoundError
+from rag_blend.sizes import format_bytes, parse_bytes
 from rag_blend.storage import open_storage
-from rag_blend.storage._quota import default_quota, format_bytes, parse_bytes
+from rag_blend.storage._quota import default_quota
 from rag_blend.storage.disk import DiskBackend
 
 YEAR = 365 * 86400

@@ -19,6 +19,7 @@ from rag_blend.cli.common import (
     console_of,
     load_model,
     read_cases,
+    table_with,
     task_names,
     user_errors,
 )
@@ -121,20 +122,12 @@ def _plots(report: QualityReport, out: Path) -> list[Path]:
 
 
 def _show(report: QualityReport, written: Sequence[Path]) -> None:
-    from rich import box
-    from rich.table import Table
-
     from rag_blend.evaluation.report import table_of
 
     console = console_of()
     console.print(", ".join(f"{name} {value}" for name, value in report.environment.items()), highlight=False)
     for group, lines in report.groups.items():
         header, *rows = table_of(lines, _COLUMNS)
-        table = Table(title=f"{group}, n = {lines[0].num_cases}", title_justify="left", box=box.SIMPLE_HEAD)
-        for number, name in enumerate(header):
-            table.add_column(name, justify="right" if number else "left", no_wrap=not number)
-        for row in rows:
-            table.add_row(*row)
-        console.print(table)
+        console.print(table_with(f"{group}, n = {lines[0].num_cases}", header, rows))
     for path in written:
         console.print(str(path), highlight=False, soft_wrap=True)

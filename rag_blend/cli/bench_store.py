@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from rag_blend.cli.common import console_of, user_errors
+from rag_blend.cli.common import console_of, table_with, user_errors
 
 
 def store(
@@ -28,7 +28,7 @@ def store(
 
         from rag_blend.evaluation.storage import as_json as as_data
         from rag_blend.evaluation.storage import measure_storage
-        from rag_blend.storage._quota import parse_bytes
+        from rag_blend.sizes import parse_bytes
 
         numbers = sorted({int(number) for number in counts.split(",")})
         if not numbers or numbers[0] < 1:
@@ -40,16 +40,17 @@ def store(
         if as_json:
             typer.echo(json.dumps(as_data(found), indent=2))
             return
-    from rich import box
-    from rich.table import Table
-
-    table = Table(box=box.SIMPLE_HEAD)
-    for name in ("storage", "entries", "write MB/s", "cold read MB/s", "warm read MB/s", "open ms", "list all s"):
-        table.add_column(name, justify="left" if name == "storage" else "right")
-    for speed in found:
-        cold = "-" if speed.cold_mb_s is None else f"{speed.cold_mb_s:.0f}"
-        table.add_row(
-            speed.storage, str(speed.entries), f"{speed.write_mb_s:.0f}", cold, f"{speed.warm_mb_s:.0f}",
-            f"{speed.open_ms:.3f}", f"{speed.list_s:.3f}",
-        )  # fmt: skip
-    console_of().print(table)
+    header = ("storage", "entries", "write MB/s", "cold read MB/s", "warm read MB/s", "open ms", "list all s")
+    rows = (
+        (
+            speed.storage,
+            str(speed.entries),
+            f"{speed.write_mb_s:.0f}",
+            "-" if speed.cold_mb_s is None else f"{speed.cold_mb_s:.0f}",
+            f"{speed.warm_mb_s:.0f}",
+            f"{speed.open_ms:.3f}",
+            f"{speed.list_s:.3f}",
+        )
+        for speed in found
+    )
+    console_of().print(table_with(None, header, rows))

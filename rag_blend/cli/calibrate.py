@@ -13,6 +13,7 @@ from rag_blend.cli.common import (
     console_of,
     load_model,
     read_cases,
+    table_with,
     user_errors,
 )
 
@@ -68,20 +69,14 @@ def _cases(data: list[Path], documents: Path | None, limit: int, passages: int |
 
 
 def _show(found: Calibration, storage: Path) -> None:
-    from rich import box
-    from rich.table import Table
 
     console = console_of()
     verdict = found.verdict
     console.print(", ".join(f"{name} {value}" for name, value in found.environment.items()), highlight=False)
     target = f"KL at most {verdict.target_kl:g}, agreement at least {verdict.target_agreement:g}"
     title = f"{verdict.num_cases} prompts; target: {target}"
-    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD)
-    table.add_column("candidate", no_wrap=True)
-    for name in ("KL", "agreement", "recomputed", "gain", "passed"):
-        table.add_column(name, justify="right")
-    for result in found.results:
-        table.add_row(
+    rows = (
+        (
             result.candidate.name,
             f"{result.kl.estimate:.4f} [{result.kl.low:.4f}, {result.kl.high:.4f}]",
             f"{result.agreement.estimate:.3f} [{result.agreement.low:.3f}, {result.agreement.high:.3f}]",
@@ -89,6 +84,8 @@ def _show(found: Calibration, storage: Path) -> None:
             f"{result.gain.estimate:.1f}x",
             "yes" if result.passed else "no",
         )
-    console.print(table)
+        for result in found.results
+    )
+    console.print(table_with(title, ("candidate", "KL", "agreement", "recomputed", "gain", "passed"), rows))
     choice = found.results[-1].candidate.name if verdict.passed else "full prefill: nothing met the target"
     console.print(f'Engines on {storage} that have recompute_ratio="auto" now use {choice}.', highlight=False)

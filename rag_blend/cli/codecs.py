@@ -15,6 +15,7 @@ from rag_blend.cli.common import (
     console_of,
     load_model,
     read_cases,
+    table_with,
     user_errors,
 )
 from rag_blend.errors import RagBlendError
@@ -78,17 +79,9 @@ def _installed() -> list[str]:
 
 
 def _show(report: CodecReport, written: list[Path]) -> None:
-    from rich import box
-    from rich.table import Table
-
     console = console_of()
     console.print(", ".join(f"{name} {value}" for name, value in report.environment.items()), highlight=False)
     header, *rows = report.table()
-    table = Table(title=f"{len(report.prompt_tokens)} prompts", title_justify="left", box=box.SIMPLE_HEAD)
-    for number, name in enumerate(header):
-        table.add_column(name, justify="right" if number else "left", no_wrap=not number)
-    for row in rows:
-        table.add_row(*row)
-    console.print(table)
+    console.print(table_with(f"{len(report.prompt_tokens)} prompts", header, rows))
     for path in written:
         console.print(str(path), highlight=False, soft_wrap=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -13,6 +13,7 @@ from rag_blend.errors import RagBlendError
 
 if TYPE_CHECKING:
     from rich.console import Console
+    from rich.table import Table
 
     from rag_blend.evaluation import Case
 
@@ -111,3 +112,16 @@ def console_of() -> Console:
     if not console.is_terminal:
         console.width = 160  # nobody resizes a file
     return console
+
+
+def table_with(title: str | None, header: Sequence[str], rows: Iterable[Sequence[str]]) -> Table:
+    """A table whose first column says what the others, numbers, are of."""
+    from rich import box
+    from rich.table import Table
+
+    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD)
+    for number, name in enumerate(header):
+        table.add_column(name, justify="right" if number else "left", no_wrap=not number)
+    for row in rows:
+        table.add_row(*row)
+    return table

@@ -90,7 +90,7 @@ def gc(
     Example: rag-blend store gc kv/ --quota 20GB
     """
     with user_errors():
-        from rag_blend.storage._quota import parse_bytes
+        from rag_blend.sizes import parse_bytes
         from rag_blend.storage.disk import DiskBackend
 
         if not storage.is_dir():
@@ -211,7 +211,7 @@ def _line(found: StorageStats) -> str:
 
 
 def _size(num_bytes: int) -> str:
-    from rag_blend.storage._quota import format_bytes
+    from rag_blend.sizes import format_bytes
 
     return format_bytes(num_bytes)
 

@@ -34,6 +34,7 @@ from urllib.parse import parse_qsl
 import numpy as np
 
 from rag_blend.errors import ChunkNotFoundError, CorruptChunkError
+from rag_blend.sizes import format_bytes, parse_bytes
 from rag_blend.storage._documents import DocumentTable
 from rag_blend.storage._files import (
     NotAFileError,
@@ -49,7 +50,7 @@ from rag_blend.storage._files import (
 from rag_blend.storage._fork import repair_after_fork
 from rag_blend.storage._index import FileIndex
 from rag_blend.storage._layout import SUFFIX, Facts, Layout
-from rag_blend.storage._quota import default_quota, format_bytes, parse_bytes
+from rag_blend.storage._quota import default_quota
 from rag_blend.storage.base import Bytes, EntryReader, StorageBackend, StorageStats
 
 logger = logging.getLogger(__name__)

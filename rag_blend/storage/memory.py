@@ -13,22 +13,26 @@ from urllib.parse import parse_qsl
 import numpy as np
 
 from rag_blend.errors import ChunkNotFoundError, CorruptChunkError
+from rag_blend.sizes import parse_bytes
 from rag_blend.storage._fork import repair_after_fork
-from rag_blend.storage._quota import parse_bytes
 from rag_blend.storage.base import Bytes, EntryReader, StorageBackend, StorageStats, checked_key
 
 
-class _MemoryReader(EntryReader):
+class BytesReader(EntryReader):
+    """An entry whose bytes are in memory."""
+
     def __init__(self, data: Bytes) -> None:
         self.size = len(data)
         self._data = data
 
     def read(self, offset: int, length: int) -> Bytes:
+        """See `EntryReader.read`."""
         if offset + length > self.size:
             raise CorruptChunkError(f"entry has {self.size} bytes, {offset + length} were expected")
         return self._data[offset : offset + length]
 
     def close(self) -> None:
+        """See `EntryReader.close`."""
         return None
 
 
@@ -96,7 +100,7 @@ class MemoryBackend(StorageBackend):
             if entry is None:
                 raise ChunkNotFoundError(key)
             self._entries.move_to_end(key)
-        return _MemoryReader(entry.data)
+        return BytesReader(entry.data)
 
     def delete(self, key: str) -> bool:
         """See `StorageBackend.delete`."""
