@@ -50,10 +50,13 @@ def case(request: pytest.FixtureRequest) -> Iterator[Case]:
         yield Case(family, rope, model, engine)
 
 
-def only_some_ropes(case: Case) -> None:
-    """For what does not depend on how a layer's angles are made, only on whether a prompt's length changes them."""
-    if case.rope not in {"default", "longrope"}:
-        pytest.skip("the same as with the default")
+# For what does not depend on how a layer's angles are made, only on whether a prompt's length changes them.
+SOME_ROPES = pytest.mark.parametrize(
+    "case",
+    [(family, rope) for family, rope in FAMILY_ROPES if rope in {"default", "longrope"}],
+    indirect=True,
+    ids="-".join,
+)
 
 
 def test_ratio_one_is_full_prefill(case: Case) -> None:
@@ -84,8 +87,8 @@ def test_a_moved_chunk_has_the_keys_of_its_new_place(case: Case) -> None:
     assert (prefill.cache.layers[1].values - expected.layers[1].values).abs().max() > 1e-3, "nothing was reused"
 
 
+@SOME_ROPES
 def test_a_recomputed_token_sees_exactly_what_is_in_front_of_it(case: Case) -> None:
-    only_some_ropes(case)
     ids = torch.randint(5, 500, (1, WINDOW + 16), generator=torch.Generator().manual_seed(1))
     logits, cache = blend_over_exact_rows(adapter_for(case.model), ids, [4, 9, 10, 11, 30, 44, 70])
     assert_close(logits[-1], full_logits(case.model, ids[0].tolist()))
@@ -95,8 +98,8 @@ def test_a_recomputed_token_sees_exactly_what_is_in_front_of_it(case: Case) -> N
         assert_close(got.values, wanted.values)
 
 
+@SOME_ROPES
 def test_an_earlier_prompt_is_continued_exactly(case: Case) -> None:
-    only_some_ropes(case)
     first = torch.randint(5, 500, (90,), generator=torch.Generator().manual_seed(2)).tolist()
     case.engine.prefill(first)
     longer = [*first, *reversed(first[:20])]
@@ -105,8 +108,8 @@ def test_an_earlier_prompt_is_continued_exactly(case: Case) -> None:
     assert_close(prefill.logits, full_logits(case.model, longer))
 
 
+@SOME_ROPES
 def test_greedy_text_is_that_of_the_model(case: Case) -> None:
-    only_some_ropes(case)
     for ids in (case.prompt(*TEXTS[1:4]), case.prompt(SHORT)[: WINDOW - 16]):
         stock = case.model.generate(torch.tensor([ids]), max_new_tokens=12, do_sample=False)[0, len(ids) :].tolist()
         answer = case.engine.generate(ids, max_new_tokens=12, do_sample=False, recompute_ratio=1.0)
