@@ -406,10 +406,17 @@ class BlendEngine:
             PromptTooLongError: The prompt does not fit the context window.
             GenerationCancelledError: `cancel` was set.
         """
-        started = time.perf_counter()
-        policy = self._policies.resolve(selector, recompute_ratio, reuse)
-        ids = self._checked_ids(prompt, add_special_tokens)
-        request = self._request(started, ids, policy, max_new_tokens, stop_strings(stop), cancel, generation_kwargs)
+        request = self._request(
+            prompt,
+            max_new_tokens,
+            stop,
+            add_special_tokens,
+            cancel,
+            selector,
+            recompute_ratio,
+            reuse,
+            generation_kwargs,
+        )
         with self._clock:
             return self._queue.submit(request)
 
@@ -450,13 +457,14 @@ class BlendEngine:
             PromptTooLongError: A prompt does not fit the context window; none has been answered then.
             GenerationCancelledError: `cancel` was set.
         """
-        started = time.perf_counter()
-        policy = self._policies.resolve(selector, recompute_ratio, reuse)
-        all_ids = [self._checked_ids(prompt, add_special_tokens) for prompt in prompts]
-        words, cancel = stop_strings(stop), cancel or threading.Event()
+        cancel = cancel or threading.Event()
         requests = [
-            self._request(started, ids, policy, max_new_tokens, words, cancel, generation_kwargs) for ids in all_ids
-        ]
+            self._request(
+                prompt, max_new_tokens, stop, add_special_tokens, cancel, selector, recompute_ratio, reuse,
+                generation_kwargs,
+            )
+            for prompt in prompts
+        ]  # fmt: skip
         with self._clock:
             return self._queue.submit_all(requests)
 
@@ -478,20 +486,24 @@ class BlendEngine:
         Raises:
             PromptTooLongError: The prompt does not fit the context window.
         """
-        started = time.perf_counter()
-        policy = self._policies.resolve(selector, recompute_ratio, reuse)
-        ids = self._checked_ids(prompt, add_special_tokens)
-        cancel = cancel or threading.Event()
-        words = stop_strings(stop)
-
-        request = self._request(started, ids, policy, max_new_tokens, words, cancel, generation_kwargs)
+        request = self._request(
+            prompt,
+            max_new_tokens,
+            stop,
+            add_special_tokens,
+            cancel,
+            selector,
+            recompute_ratio,
+            reuse,
+            generation_kwargs,
+        )
 
         def run(streamer: PieceStreamer) -> Generation:
             request.streamer = streamer
             with self._clock:
                 return self._queue.submit(request)
 
-        return TextStream(run, self.tokenizer, words, cancel)
+        return TextStream(run, self.tokenizer, request.stop, request.cancel)
 
     def forget(self, doc_ids: Iterable[str]) -> ForgetReport:
         """Delete what is stored for these documents, except chunks that other named documents contain as well.
@@ -592,17 +604,24 @@ class BlendEngine:
 
     def _request(
         self,
-        started: float,
-        ids: np.ndarray,
-        policy: BlendPolicy,
+        prompt: str | Sequence[int],
         max_new_tokens: int | None,
-        stop: tuple[str, ...],
+        stop: str | Sequence[str] | None,
+        add_special_tokens: bool | None,
         cancel: threading.Event | None,
+        selector: str | TokenSelector | None,
+        recompute_ratio: Ratio,
+        reuse: bool,
         kwargs: dict[str, Any],
     ) -> Request:
+        """See `generate`."""
+        started = time.perf_counter()
+        policy = self._policies.resolve(selector, recompute_ratio, reuse)
+        ids = self._checked_ids(prompt, add_special_tokens)
         config = kwargs.get("generation_config") or self._model.generation_config
         wanted = min(wanted_tokens(max_new_tokens, config, len(ids)), self.context_window - len(ids))
-        return Request(ids, policy, wanted, stop, cancel or threading.Event(), None, kwargs, started)
+        words, cancel = stop_strings(stop), cancel or threading.Event()
+        return Request(ids, policy, wanted, words, cancel, None, kwargs, started)
 
     def _go_together(self, first: Request, second: Request) -> bool:
         if self._adapter is None or first.kwargs != second.kwargs:
