@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from pathlib import Path
 from typing import Any
 
-import numpy as np
-import wordllama
 from llama_index.core.base.embeddings.base import BaseEmbedding
 from llama_index.core.bridge.pydantic import PrivateAttr
+from vectors import load_word_vectors, unit_vectors
 
 
 class WordLlamaEmbedding(BaseEmbedding):
@@ -24,9 +22,7 @@ class WordLlamaEmbedding(BaseEmbedding):
         """Load the weights; ``kwargs`` are the fields of `BaseEmbedding`, such as ``embed_batch_size``."""
         kwargs.setdefault("model_name", "wordllama-l2-supercat-256")
         super().__init__(**kwargs)
-        # A plain load() looks for the tokenizer in the wrong folder of the wheel and then asks the network.
-        # Naming the installed folder as the "cache" makes it look in the right one.
-        self._model = wordllama.WordLlama.load(cache_dir=Path(wordllama.__file__).parent, disable_download=True)
+        self._model = load_word_vectors()
 
     @classmethod
     def class_name(cls) -> str:
@@ -39,11 +35,7 @@ class WordLlamaEmbedding(BaseEmbedding):
         return int(self._model.embedding.shape[1])
 
     def _get_text_embeddings(self, texts: list[str]) -> list[list[float]]:
-        vectors = np.asarray(self._model.embed(texts), dtype=np.float32)
-        lengths = np.linalg.norm(vectors, axis=1, keepdims=True)
-        # A text without tokens has the zero vector, and stays at it: similar to nothing.
-        unit: list[list[float]] = np.divide(vectors, lengths, out=vectors, where=lengths > 0).tolist()
-        return unit
+        return unit_vectors(self._model, texts)
 
     def _get_text_embedding(self, text: str) -> list[float]:
         return self._get_text_embeddings([text])[0]

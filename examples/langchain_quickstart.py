@@ -18,8 +18,6 @@ import logging
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import wordllama
 from corpus import QUESTIONS, load_documents, questions_for
 from langchain_core.documents import Document
 from langchain_core.embeddings import Embeddings
@@ -29,6 +27,7 @@ from langchain_core.runnables import RunnablePassthrough
 from langchain_core.vectorstores import InMemoryVectorStore
 from langchain_rag_blend import BlendVectorStore, ChatBlend
 from langchain_text_splitters import RecursiveCharacterTextSplitter
+from vectors import load_word_vectors, unit_vectors
 
 PROMPT = ChatPromptTemplate.from_messages(
     [
@@ -42,15 +41,10 @@ class WordLlamaEmbeddings(Embeddings):
     """Static word embeddings, averaged, about a millisecond per chunk; the weights come with the wheel."""
 
     def __init__(self) -> None:
-        # A plain load() looks for the tokenizer in the wrong folder of the wheel and then asks the network.
-        # Naming the installed folder as the "cache" makes it look in the right one.
-        self._model = wordllama.WordLlama.load(cache_dir=Path(wordllama.__file__).parent, disable_download=True)
+        self._model = load_word_vectors()
 
     def embed_documents(self, texts: list[str]) -> list[list[float]]:
-        vectors = np.asarray(self._model.embed(texts), dtype=np.float32)
-        lengths = np.linalg.norm(vectors, axis=1, keepdims=True)
-        unit: list[list[float]] = np.divide(vectors, lengths, out=vectors, where=lengths > 0).tolist()
-        return unit
+        return unit_vectors(self._model, texts)
 
     def embed_query(self, text: str) -> list[float]:
         return self.embed_documents([text])[0]

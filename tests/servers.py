@@ -22,8 +22,10 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+from contracts.storage import key
 
 ACCESS_KEY, SECRET_KEY = "test-key", "test-secret"
 BUCKET = "rag-blend-tests"
@@ -180,3 +182,32 @@ def _makes_bucket(port: int) -> bool:
         return True
     finally:
         connection.close()
+
+
+def took(call: Callable[[], object], error: type[Exception]) -> float:
+    """Seconds until the call raised."""
+    start = time.monotonic()
+    with pytest.raises(error):
+        call()
+    return time.monotonic() - start
+
+
+def is_noticed_at_once(backend: Any, error: type[Exception]) -> None:
+    """A backend whose server is down fails at once, whatever is asked of it; closes it."""
+    times = [took(lambda: backend.open(key(1)), error) for _ in range(10)]
+    assert sorted(times)[5] < 0.05
+    assert sum(times) < 1.0
+    assert backend.counts == {"failures": 3, "opened": 1, "refused": 7}
+    for call in (
+        lambda: backend.write(key(1), b"x"),
+        lambda: list(backend.keys()),
+        lambda: list(backend.labels()),
+        lambda: backend.get_record(key(1)),
+        lambda: backend.needed_only_by({"a"}),
+        lambda: backend.delete(key(1)),
+        lambda: backend.quarantine(key(1)),
+        lambda: key(1) in backend,
+        backend.stats,
+    ):
+        assert took(call, error) < 1.0
+    backend.close()

@@ -12,10 +12,13 @@ from types import ModuleType
 import numpy as np
 import pytest
 
+EXAMPLES = Path(__file__).parent.parent / "examples"
+sys.path.append(str(EXAMPLES))  # they import each other, as when one of them is run
+
 
 def load_example(name: str) -> ModuleType:
     """Import ``examples/<name>.py``, which is no package, under a name that nothing else has."""
-    path = Path(__file__).parent.parent / "examples" / f"{name}.py"
+    path = EXAMPLES / f"{name}.py"
     spec = importlib.util.spec_from_file_location(f"examples_{name}", path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)

@@ -17,7 +17,7 @@ import contextlib
 import hashlib
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from collections.abc import Set as AbstractSet
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
@@ -26,8 +26,9 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from rag_blend.errors import ChunkNotFoundError
 from rag_blend.storage._blocks import FIRST_BYTES, BlockReader, changed_meanwhile
 from rag_blend.storage._guard import DeniedError, Guard
+from rag_blend.storage._guarded import GuardedBackend
 from rag_blend.storage._object_url import ObjectUrl
-from rag_blend.storage.base import EntryReader, StorageBackend, StorageStats, checked_key
+from rag_blend.storage.base import EntryReader, StorageStats, checked_key
 
 try:
     import obstore
@@ -50,7 +51,7 @@ _PREFIX = re.compile(r"(?:[A-Za-z0-9_-][A-Za-z0-9_.-]*(?:/[A-Za-z0-9_-][A-Za-z0-
 _used_in_process: int | None = None  # the library's threads do not survive a fork
 
 
-class ObjectStoreBackend(StorageBackend):
+class ObjectStoreBackend(GuardedBackend):
     """One object per entry.
 
     Args:
@@ -171,18 +172,6 @@ class ObjectStoreBackend(StorageBackend):
         """See `StorageBackend.stats`."""
         sizes = [size for page in self._pages("entries") for _, size in page]
         return StorageStats(len(sizes), sum(sizes), counts=self.counts)
-
-    @property
-    def counts(self) -> Mapping[str, int]:
-        """`StorageStats.counts`, which can be had when the server does not answer.
-
-        Calls: ``timeouts``, ``failures``, ``denied``, ``refused`` (not made); pauses: ``opened``.
-        """
-        return self._guard.counts
-
-    def limit_calls(self, seconds: float) -> None:
-        """See `StorageBackend.limit_calls`. Never more than `deadline_s`; writing has a deadline of its own."""
-        self._guard.limit(seconds)
 
     def link(self, document: str, keys: Iterable[str]) -> None:
         """See `StorageBackend.link`."""

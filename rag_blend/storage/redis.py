@@ -19,7 +19,7 @@ import itertools
 import re
 import secrets
 import struct
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from collections.abc import Set as AbstractSet
 from typing import Any, NamedTuple
 from urllib.parse import SplitResult, parse_qsl, urlencode, urlsplit
@@ -27,7 +27,8 @@ from urllib.parse import SplitResult, parse_qsl, urlencode, urlsplit
 from rag_blend.errors import ChunkNotFoundError, CorruptChunkError
 from rag_blend.storage._blocks import FIRST_BYTES, BlockReader, changed_meanwhile
 from rag_blend.storage._guard import DeniedError, Guard
-from rag_blend.storage.base import EntryReader, StorageBackend, StorageStats, checked_key
+from rag_blend.storage._guarded import GuardedBackend
+from rag_blend.storage.base import EntryReader, StorageStats, checked_key
 
 try:
     from redis import ConnectionPool, Redis
@@ -51,7 +52,7 @@ _OPTIONS: dict[str, Callable[[str], Any]] = {
 _EXAMPLE = "redis://:PASSWORD@HOST:6379/0?prefix=rag_blend&deadline_s=1.0&write_deadline_s=30&expire_s=2592000"
 
 
-class RedisBackend(StorageBackend):
+class RedisBackend(GuardedBackend):
     """One Redis string per entry.
 
     Args:
@@ -180,18 +181,6 @@ class RedisBackend(StorageBackend):
         """See `StorageBackend.stats`."""
         sizes = [frame.data_bytes if frame else 0 for _, frames in self._frames() for frame in frames]
         return StorageStats(len(sizes), sum(sizes), counts=self.counts)
-
-    @property
-    def counts(self) -> Mapping[str, int]:
-        """`StorageStats.counts`, which can be had when the server does not answer.
-
-        Calls: ``timeouts``, ``failures``, ``denied``, ``refused`` (not made); pauses: ``opened``.
-        """
-        return self._guard.counts
-
-    def limit_calls(self, seconds: float) -> None:
-        """See `StorageBackend.limit_calls`. Never more than `deadline_s`; writing has a deadline of its own."""
-        self._guard.limit(seconds)
 
     def link(self, document: str, keys: Iterable[str]) -> None:
         """See `StorageBackend.link`."""
