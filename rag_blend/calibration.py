@@ -1,6 +1,7 @@
 """The verdict of a calibration: which selector and ratio come close enough to full prefill most cheaply, if any does.
 
-It lives beside the chunks it was measured for, as a small record of their model, namespace and priming.
+It lives beside the chunks it was measured for, as a small record of their model, namespace and priming, and of their
+codec if that is lossy: what comes close enough with the rows as they were computed may not with rounded ones.
 """
 
 from __future__ import annotations
@@ -91,10 +92,10 @@ def priming_of(prime: str, prime_tokens: int, prime_texts: int) -> str:
 
 
 def load_verdict(store: KVStore, priming: str) -> Verdict | None:
-    """The verdict on this model, namespace and priming; None if there is none that can be read.
+    """The verdict on this model, namespace, priming and codec; None if there is none that can be read.
 
     Args:
-        store: Of the model and namespace.
+        store: Of the model and namespace; its codec is what new entries are written with.
         priming: See `priming_of`.
     """
     try:
@@ -128,4 +129,5 @@ def save_verdict(store: KVStore, priming: str, verdict: Verdict) -> None:
 
 
 def _name(store: KVStore, priming: str) -> str:
-    return store.record_name(_KIND, priming)
+    rounding = () if store.codec.lossless else (store.codec.name,)
+    return store.record_name(_KIND, priming, *rounding)

@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 import logging
+from collections import defaultdict
 from collections.abc import Callable, Iterable
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
+from itertools import islice
 from typing import NamedTuple
 
 import numpy as np
 
 from rag_blend.chunk import GENERIC_HEAD, NO_TOKENS, ChunkOrigin, digest_ids
 from rag_blend.errors import StoreUnavailableError
+from rag_blend.label import ListedChunk
 from rag_blend.match import ChunkIndex, Match
 
 logger = logging.getLogger(__name__)
 
 TokenIdsOf = Callable[[str], np.ndarray]
 _EDGE_TOKENS = 3  # so many tokens may change where two texts meet
+_CHUNKS_AT_ONCE = 4096  # whose ids are in memory while they are added
 
 
 class Findings(NamedTuple):
@@ -85,13 +89,17 @@ class ChunkCatalog:
 
     def add(self, key: str, origin: ChunkOrigin, token_ids: np.ndarray) -> None:
         """Make a stored chunk known. A chunk whose head cannot be found any more is left out."""
-        try:
-            group = self._group(origin)
-        except KeyError:
-            self._report_head(origin.head)
-            return
-        self._reported_heads.discard(origin.head)
-        group.index.add(key, token_ids)
+        self.add_all([ListedChunk(key, origin, token_ids)])
+
+    def add_all(self, chunks: Iterable[ListedChunk]) -> None:
+        """Make stored chunks known: as if each was given to `add`, but many times faster."""
+        rest = iter(chunks)
+        while some := list(islice(rest, _CHUNKS_AT_ONCE)):
+            by_group: defaultdict[tuple[str, bool], list[ListedChunk]] = defaultdict(list)
+            for chunk in some:
+                by_group[chunk.origin.head, chunk.origin.prime != NO_TOKENS].append(chunk)
+            for (head, primed), theirs in by_group.items():
+                self._add_some(head, primed, theirs)
 
     def remove(self, keys: Iterable[str]) -> None:
         """Forget chunks; unknown keys are ignored."""
@@ -123,6 +131,15 @@ class ChunkCatalog:
     def keys_in(self, token_ids: np.ndarray) -> set[str]:
         """Keys of the stored chunks that lie in these ids, behind whatever head they were cached."""
         return {match.key for group in list(self._groups.values()) for match in group.index.match(token_ids)}
+
+    def _add_some(self, head: str, primed: bool, chunks: Iterable[ListedChunk]) -> None:
+        try:
+            group = self._group(head, primed)
+        except KeyError:
+            self._report_head(head)
+            return
+        self._reported_heads.discard(head)
+        group.index.add_all((chunk.key, chunk.token_ids) for chunk in chunks)
 
     def _find(self, prompt_ids: np.ndarray) -> Findings:
         prefix: list[Match] = []
@@ -157,14 +174,13 @@ class ChunkCatalog:
                 matches.append(match)
         return matches
 
-    def _group(self, origin: ChunkOrigin) -> _Group:
-        at = (origin.head, origin.prime != NO_TOKENS)
-        if at not in self._groups:
-            head_ids = None if origin.head == GENERIC_HEAD else self._head_ids_of(origin.head)
-            if head_ids is not None and digest_ids(head_ids) != origin.head:
-                raise KeyError(origin.head)  # exactness is claimed on the strength of these ids
-            self._groups[at] = _Group(head_ids, at[1], ChunkIndex(self._ids_or_lost))
-        return self._groups[at]
+    def _group(self, head: str, primed: bool) -> _Group:
+        if (head, primed) not in self._groups:
+            head_ids = None if head == GENERIC_HEAD else self._head_ids_of(head)
+            if head_ids is not None and digest_ids(head_ids) != head:
+                raise KeyError(head)  # exactness is claimed on the strength of these ids
+            self._groups[head, primed] = _Group(head_ids, primed, ChunkIndex(self._ids_or_lost))
+        return self._groups[head, primed]
 
     def _ids_or_lost(self, key: str) -> np.ndarray:
         if key in self._silent:

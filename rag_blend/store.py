@@ -9,6 +9,7 @@ import time
 from collections import Counter, OrderedDict
 from collections.abc import Iterable, Iterator, Mapping
 from collections.abc import Set as AbstractSet
+from functools import partial
 from types import TracebackType
 from typing import NamedTuple
 
@@ -26,6 +27,7 @@ from rag_blend.errors import (
     StoreUnavailableError,
 )
 from rag_blend.label import ListedChunk, label_of, read_label
+from rag_blend.patience import DEADLINE_S, HangingStoreError, Patience
 from rag_blend.storage import EntryReader, StorageBackend
 
 logger = logging.getLogger(__name__)
@@ -100,7 +102,8 @@ class KVStore:
         self.fingerprint = fingerprint
         self.namespace = namespace
         self._kv_dtype = kv_dtype
-        self._codec = codec_of(codec)
+        self.codec = codec_of(codec)
+        self.patience = Patience(None if backend.has_deadlines else DEADLINE_S)
         self._headers: OrderedDict[str, EntryHeader] = OrderedDict()
         self._lock = threading.Lock()
         self._counts: Counter[str] = Counter()
@@ -128,7 +131,7 @@ class KVStore:
             OSError: The medium refused.
         """
         key = chunk_key(chunk.origin, chunk.token_ids)
-        data = encode_entry(chunk, self._kv_dtype, self._codec)
+        data = encode_entry(chunk, self._kv_dtype, self.codec)
         self.backend.write(key, data, label_of(chunk.origin, chunk.token_ids))
         return WrittenChunk(key, len(data))
 
@@ -142,10 +145,20 @@ class KVStore:
             StoreUnavailableError: The medium does not answer.
         """
         try:
-            return self._open(key)
+            return self.patience.run(partial(self._open, key), StoredChunk.close)
+        except HangingStoreError as error:
+            self.count_unavailable(key, error)
+            raise StoreUnavailableError(f"{key[:12]}: {error}") from error
         except ChunkNotFoundError:
             self._count("missing")
             raise
+
+    def places_of(self, keys: AbstractSet[str]) -> Mapping[str, str]:
+        """The names of the places that entries would come from, by their keys; all the same where nobody can tell."""
+        try:
+            return self.patience.run(lambda: {key: self.backend.place_of(key) for key in keys}, lambda _: None)
+        except OSError:
+            return dict.fromkeys(keys, "")
 
     def discard_damaged(self, key: str, reason: Exception, level: int = logging.WARNING) -> None:
         """Set a damaged entry aside, count it and log it."""
@@ -165,7 +178,8 @@ class KVStore:
                 level = logging.DEBUG
             elif level == logging.WARNING:
                 self._warned_at = now
-        logger.log(level, "cache entry %s cannot be read, it will be recomputed: %s", key[:12], reason)
+        said = str(reason)  # who keeps the record shall not keep the error's frames, and with them a prompt's layers
+        logger.log(level, "cache entry %s cannot be read, it will be recomputed: %s", key[:12], said)
         self._count("unavailable")
 
     def has(self, key: str) -> bool:
@@ -281,7 +295,7 @@ class KVStore:
 
     def _header(self, reader: EntryReader, key: str) -> EntryHeader:
         try:
-            return read_header(reader, key, self._codec)
+            return read_header(reader, key, self.codec)
         except FingerprintMismatchError:  # of a codec that is not known here
             self._count("foreign")
             raise

@@ -10,26 +10,68 @@ import errno
 import os
 import re
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import numpy as np
 import torch
 from conftest import random_model, random_text, small_tokenizer
 from servers import ACCESS_KEY, SECRET_KEY, Server, redis_server, s3_server
 
-from rag_blend import BlendEngine
+from rag_blend import BlendEngine, GenerationCancelledError, Prefill
+from rag_blend.chunk import GENERIC_HEAD, ChunkKV, LayerKV, chunk_key
+from rag_blend.codecs import codec_of
+from rag_blend.entry import encode_entry
+from rag_blend.label import label_of, read_label
+from rag_blend.storage.disk import DiskBackend
 
 TEXTS = [random_text(seed) for seed in range(4)]
 PROMPT = "Answer from the water and light below.\n" + "\n\n".join(TEXTS) + "\n\nwhich river?\n"
 DEADLINE_S = 1.0  # the default of a remote store's calls
 SLACK_S = 4.0  # a machine under test is busy
+MANY = 10_000
 
 Plant = Callable[[Any], AbstractContextManager[None]]
+Ask = Callable[[BlendEngine, str], tuple[Prefill, float]]
+
+
+def _ask(engine: BlendEngine, storage: str) -> tuple[Prefill, float]:
+    started = time.perf_counter()
+    prefill = engine.prefill(PROMPT)
+    return prefill, time.perf_counter() - started
+
+
+def _cancel_and_ask(engine: BlendEngine, storage: str) -> tuple[Prefill, float]:
+    """The answer is the next request's; the time is that until the cancelled one has returned."""
+    cancel = threading.Event()
+    threading.Timer(0.2, cancel.set).start()
+    started = time.perf_counter()
+    try:
+        engine.generate(PROMPT, 2, cancel=cancel)
+    except GenerationCancelledError:
+        seconds = time.perf_counter() - started
+    else:
+        raise AssertionError("it was answered, so nothing hung")
+    return engine.prefill(PROMPT), seconds
+
+
+def _open_and_ask(engine: BlendEngine, storage: str) -> tuple[Prefill, float]:
+    """The answer is that of another engine on the same store; the time is that until it was open, the best of three."""
+    best = float("inf")
+    for _ in range(3):
+        model, tokenizer = random_model(), small_tokenizer()
+        started = time.perf_counter()
+        with BlendEngine(model, tokenizer, storage, prime="none", prefix_cache_bytes=0, reuse_when="possible") as other:
+            best = min(best, time.perf_counter() - started)
+            assert other.num_chunks == engine.num_chunks + MANY
+            prefill = other.prefill(PROMPT)
+    return prefill, best
 
 
 @dataclass(frozen=True)
@@ -42,6 +84,8 @@ class Fault:
         plant: Given the directory or the server, breaks it for as long as the context lasts.
         counter: Which of the engine's counters must move; None: nothing is lost.
         reingest: Whether the chunks have to be ingested again afterwards.
+        ask: What is done meanwhile, and timed.
+        within_s: How long that may take.
     """
 
     name: str
@@ -49,6 +93,8 @@ class Fault:
     plant: Plant
     counter: str | None
     reingest: bool = True
+    ask: Ask = _ask
+    within_s: float = DEADLINE_S + SLACK_S
 
 
 @dataclass(frozen=True)
@@ -57,7 +103,7 @@ class Outcome:
 
     Attributes:
         same_answer: Its logits were those of full prefill, bit for bit; where nothing was lost, of an unbroken store.
-        seconds: How long the prompt took; the model's own time is a few milliseconds.
+        seconds: How long what `Fault.ask` did took; the model's own time is a few milliseconds.
         counted: How far the counter moved.
         reused_tokens: Tokens reused by the same engine when the fault was over.
     """
@@ -70,18 +116,18 @@ class Outcome:
 
 def observe(fault: Fault, where: Any, storage: str) -> Outcome:
     """Plant a fault under an engine with four stored chunks, ask, take the fault away and ask again."""
-    with BlendEngine(random_model(), small_tokenizer(), storage, prime="none", prefix_cache_bytes=0) as engine:
+    with BlendEngine(
+        random_model(), small_tokenizer(), storage, prime="none", prefix_cache_bytes=0, reuse_when="possible"
+    ) as engine:
         # So small a model computes its prompts in no time, and would hardly wait for a server: let it not know.
-        engine._pace.learn = lambda tokens, seconds: None  # type: ignore[method-assign]
+        engine._control.learn_full = lambda tokens, seconds: None  # type: ignore[method-assign]
         engine.ingest(TEXTS, progress=False)
         unbroken = engine.prefill(PROMPT)
         assert unbroken.stats.hits == 4
         expected = unbroken if fault.counter is None else engine.prefill(PROMPT, reuse=False)
         counted = engine.counts().get(fault.counter or "", 0)
         with fault.plant(where):
-            started = time.perf_counter()
-            prefill = engine.prefill(PROMPT)
-            seconds = time.perf_counter() - started
+            prefill, seconds = fault.ask(engine, storage)
             counted = engine.counts().get(fault.counter or "", 0) - counted
         if fault.medium == "disk":
             reused = _reused(engine, fault)
@@ -176,6 +222,44 @@ def _io_error(directory: Path) -> Iterator[None]:
 
 
 @contextlib.contextmanager
+def _hanging(directory: Path) -> Iterator[None]:
+    """As a network file system whose server is away."""
+    usual, awake = os.preadv, threading.Event()
+
+    def read(*args: Any) -> int:
+        awake.wait()
+        return usual(*args)
+
+    with mock.patch("os.preadv", read):
+        try:
+            yield
+        finally:
+            awake.set()
+    while any(thread.name.startswith(("rag-blend-open", "rag-blend-reader")) for thread in threading.enumerate()):
+        time.sleep(0.01)
+
+
+@contextlib.contextmanager
+def _crowded(directory: Path) -> Iterator[None]:
+    """Many more entries of the same model, small but for their ids."""
+    backend = DiskBackend(directory)
+    key, label = next(backend.labels())
+    listed = read_label(label, key)
+    assert listed is not None
+    origin = replace(listed.origin, head=GENERIC_HEAD)
+    nothing = [LayerKV(*torch.zeros(2, 1, 512, 1))]
+    labels = {}
+    for ids in np.random.default_rng(0).integers(0, 512, (MANY, 512), dtype=np.int32):
+        path = backend._layout.entry(chunk_key(origin, ids))
+        path.parent.mkdir(mode=0o700, exist_ok=True)
+        path.write_bytes(encode_entry(ChunkKV(origin, ids, nothing), torch.float16, codec_of("raw")))
+        labels[path.name] = label_of(origin, ids)
+    backend._index.update(labels, labels)
+    backend.close()
+    yield
+
+
+@contextlib.contextmanager
 def _deleted_while_read(directory: Path) -> Iterator[None]:
     """As another process's eviction does it: the files are open, so they are read to their end."""
     from rag_blend.prefetch import LayerPrefetcher
@@ -217,9 +301,12 @@ DISK = [
     Fault("a directory where an entry was", "disk", _replace_by(os.mkdir), "corrupt"),
     Fault("a FIFO where an entry was", "disk", _replace_by(os.mkfifo), "corrupt"),
     Fault("EIO on every read", "disk", _io_error, "unavailable", reingest=False),
+    Fault("reads hang", "disk", _hanging, "unavailable", reingest=False),
+    Fault("reads hang, a request is cancelled", "disk", _hanging, "unavailable", reingest=False, ask=_cancel_and_ask),
     Fault("entries deleted while they are read", "disk", _deleted_while_read, None),
     Fault("clock a year ahead", "disk", lambda path: _clock_off(path, 3.2e7), None, reingest=False),
     Fault("clock a year behind", "disk", lambda path: _clock_off(path, -3.2e7), None, reingest=False),
+    Fault(f"{MANY:,} entries are opened", "disk", _crowded, None, reingest=False, ask=_open_and_ask, within_s=1.0),
 ]
 
 

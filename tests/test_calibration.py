@@ -16,6 +16,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 from rag_blend import BlendEngine, PolicyInfo, TokenSelector
 from rag_blend.calibration import Verdict, load_verdict, priming_of, save_verdict
 from rag_blend.chunk import digest_json
+from rag_blend.codecs import codec_names, codec_of
 from rag_blend.policy import PolicyChooser
 from rag_blend.selectors.heads import HeadsSelector
 from rag_blend.storage.memory import MemoryBackend
@@ -39,8 +40,10 @@ FAILED = replace(VERDICT, selector="anchor", ratio=0.5, passed=False, kl=0.3)
 PRIMING = priming_of("sample", 512, 2)
 
 
-def store_of(backend: MemoryBackend | None = None, fingerprint: str = "model", namespace: str = "default") -> KVStore:
-    return KVStore(backend or MemoryBackend(), fingerprint, namespace, torch.float16)
+def store_of(
+    backend: MemoryBackend | None = None, fingerprint: str = "model", namespace: str = "default", codec: str = "raw"
+) -> KVStore:
+    return KVStore(backend or MemoryBackend(), fingerprint, namespace, torch.float16, codec)
 
 
 def prompt_of(texts: list[str]) -> str:
@@ -69,6 +72,20 @@ class TestRecord:
         for other in (("none", 512, 2), ("sample", 256, 2), ("sample", 512, 1), ("some text", 512, 2)):
             assert load_verdict(store_of(backend), priming_of(*other)) is None
         assert priming_of("none", 512, 2) == priming_of("none", 0, 1)  # nothing is primed either way
+
+    @pytest.mark.parametrize("codec", [name for name in codec_names() if not codec_of(name).lossless])
+    def test_rounded_caches_have_their_own(self, codec: str) -> None:
+        backend = MemoryBackend()
+        save_verdict(store_of(backend), PRIMING, VERDICT)
+        assert load_verdict(store_of(backend, codec=codec), PRIMING) is None
+        save_verdict(store_of(backend, codec=codec), PRIMING, FAILED)
+        assert load_verdict(store_of(backend, codec=codec), PRIMING) == FAILED
+        assert load_verdict(store_of(backend), PRIMING) == VERDICT
+
+    def test_lossless_codecs_share_one(self) -> None:
+        backend = MemoryBackend()
+        save_verdict(store_of(backend, codec="zstd"), PRIMING, VERDICT)
+        assert load_verdict(store_of(backend, codec="raw"), PRIMING) == VERDICT
 
     @pytest.mark.parametrize(
         "damage",
@@ -260,10 +277,25 @@ class TestEngine:
             {"prime": "sample"},
             {"model": random_model(seed=1)},
             {"kv_dtype": torch.float16},
+            {"codec": "int8"},
+            {"codec": "int4"},
         ]
         for other in others:
             assert make_engine(storage=tmp_path, **other).policy.source == "default", other
-        assert make_engine(storage=tmp_path).policy.source == "calibrated"
+        for same in ({}, {"codec": "zstd"}):
+            assert make_engine(storage=tmp_path, **same).policy.source == "calibrated", same
+
+    def test_a_lossless_verdict_does_not_bless_rounded_caches(
+        self, make_engine: MakeEngine, texts: list[str], tmp_path: Path
+    ) -> None:
+        make_engine(storage=tmp_path).adopt(VERDICT)
+        rounded = make_engine(storage=tmp_path, codec="int4")
+        rounded.ingest(texts, progress=False)
+        assert rounded.policy == PolicyInfo("anchor", None, "default")
+        rounded.adopt(FAILED)
+        assert rounded.policy.full_prefill and rounded.prefill(prompt_of(texts)).stats.mode == "full"
+        assert make_engine(storage=tmp_path, codec="int4").policy.full_prefill
+        assert not make_engine(storage=tmp_path).policy.full_prefill
 
     def test_primed_otherwise_means_a_verdict_of_its_own(self, make_engine: MakeEngine, tmp_path: Path) -> None:
         make_engine(storage=tmp_path, prime="sample", prime_tokens=16).adopt(VERDICT)

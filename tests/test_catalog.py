@@ -8,6 +8,7 @@ from contracts.kv import token_ids
 
 from rag_blend.catalog import ChunkCatalog, Findings, common_prefix
 from rag_blend.chunk import GENERIC_HEAD, NO_TOKENS, ChunkOrigin, chunk_key, digest_ids
+from rag_blend.label import ListedChunk
 from rag_blend.match import Match
 
 HEAD, OTHER_HEAD = token_ids(100, 12), token_ids(101, 12)
@@ -198,6 +199,27 @@ def test_adding_twice_is_adding_once(shelf: Shelf) -> None:
     shelf.add(A)
     assert len(shelf.catalog) == 1
     assert len(shelf.find(HEAD, A).prefix) == 1
+
+
+def test_adding_many_at_once_is_adding_one_by_one() -> None:
+    one, many = Shelf(), Shelf()
+    chunks = []
+    for number in range(60):
+        ids = token_ids(number % 40, 40)  # the last third is there already, or primed otherwise
+        head = (digest_ids(HEAD), digest_ids(OTHER_HEAD), GENERIC_HEAD, "f" * 64)[number % 4]
+        origin = ChunkOrigin("model", "tenant", head, PRIME if number % 3 else NO_TOKENS)
+        chunks.append(ListedChunk(chunk_key(origin, ids), origin, ids))
+        for shelf in (one, many):
+            shelf.ids[chunks[-1].key] = ids
+    for chunk in chunks:
+        one.catalog.add(*chunk)
+    many.catalog.add_all(iter(chunks))
+    known = {chunk.key for chunk in chunks if chunk.origin.head != "f" * 64}
+    assert len(many.catalog) == len(one.catalog) == len(known) < 45
+    for head in (HEAD, OTHER_HEAD):
+        parts = [head, *(chunk.token_ids for chunk in chunks[:12]), QUESTION]
+        assert many.find(*parts) == one.find(*parts)
+        assert many.find(*parts).chunks and many.find(*parts).elsewhere
 
 
 def test_a_chunk_whose_head_is_unknown_is_left_out(shelf: Shelf) -> None:

@@ -78,6 +78,19 @@ def test_every_process_sees_them(disk: DiskBackend) -> None:
     assert labels_of(disk) == {**{key(i): label(i) for i in (1, 2, 3, 5)}, key(4): b"other label"}
 
 
+def test_each_entry_is_listed_once_though_all_are_written_again_meanwhile(
+    disk: DiskBackend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("rag_blend.storage._index._LABELS_AT_ONCE", 2)
+    listed = []
+    for name, said in disk.labels():
+        listed.append((name, said))
+        if len(listed) == 1:
+            for i in reversed(range(5)):
+                disk.write(key(i), b"entry %d" % i, label(i))
+    assert len(listed) == 5 and dict(listed) == ALL
+
+
 def test_the_label_of_a_file_that_changed_is_not_known(disk: DiskBackend) -> None:
     entry_path(disk, 0).write_bytes(b"entry 9")  # of the same size
     os.truncate(entry_path(disk, 1), 3)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+from dataclasses import astuple
+
 import numpy as np
 import pytest
 
@@ -13,18 +16,24 @@ IDS = np.array([10, 0, 2**31 - 1], dtype=np.int32)  # 10 is a newline
 KEY = chunk_key(ORIGIN, IDS)
 
 
-def test_a_label_says_what_it_was_made_of() -> None:
-    listed = read_label(label_of(ORIGIN, IDS), KEY)
+UNCHECKED = json.dumps([*astuple(ORIGIN)]).encode() + b"\n" + IDS.tobytes()  # as labels were at first
+
+
+@pytest.mark.parametrize("label", [label_of(ORIGIN, IDS), UNCHECKED], ids=["label", "without a checksum"])
+def test_a_label_says_what_it_was_made_of(label: bytes) -> None:
+    listed = read_label(label, KEY)
     assert listed is not None
     assert (listed.key, listed.origin, listed.token_ids.tolist()) == (KEY, ORIGIN, IDS.tolist())
+    assert listed.token_ids.dtype == np.int32
 
 
-def test_any_damage_is_a_lost_label() -> None:
-    label = label_of(ORIGIN, IDS)
+@pytest.mark.parametrize("label", [label_of(ORIGIN, IDS), UNCHECKED], ids=["label", "without a checksum"])
+def test_any_damage_is_a_lost_label(label: bytes) -> None:
     for at in range(len(label)):
-        assert read_label(label[:at], KEY) is None
+        assert read_label(label[:at], KEY) is None or label[:at] == UNCHECKED
         assert read_label(label[:at] + bytes([label[at] ^ 1]) + label[at + 1 :], KEY) is None
     assert read_label(label + b"\0", KEY) is None
+    assert read_label(label, KEY[::-1]) is None
 
 
 @pytest.mark.parametrize(

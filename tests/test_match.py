@@ -482,6 +482,68 @@ def test_threads_may_add_remove_and_match_at_once() -> None:
     assert len(library.index.match(prompt)) == 50
 
 
+# --- many at once -------------------------------------------------------------------------------------
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    numbers=st.lists(st.integers(0, 40), max_size=120),
+    removed=st.sets(st.integers(0, 40)),
+    at_once=st.integers(1, 50),
+    window=st.sampled_from([1, 3, WINDOW]),
+    seed=st.integers(0, 2**32 - 1),
+)
+def test_adding_many_at_once_is_adding_one_by_one(
+    numbers: list[int], removed: set[int], at_once: int, window: int, seed: int
+) -> None:
+    """The same matches with the same keys, whatever was there before, in batches of whatever size."""
+    rng = np.random.default_rng(seed)
+    document = rng.integers(0, 300, 400, dtype=np.int32)  # chunks overlap, and boilerplate is common
+    chunks = [document[start : start + size] for start, size in rng.integers(0, 200, (41, 2))]
+    one, many = (ChunkIndex(lambda key: chunks[int(key, 16)], window) for _ in range(2))
+    for first in range(0, len(numbers), at_once):
+        some = numbers[first : first + at_once]
+        for number in some:
+            one.add(key_of(number), chunks[number])
+        many.add_all((key_of(number), chunks[number]) for number in some)
+        for index in (one, many):
+            for number in removed:
+                index.remove(key_of(number))
+    assert len(one) == len(many) == len(set(numbers) - removed)
+    prompt = np.concatenate([document[:150], glue(3), *(chunks[number] for number in numbers[:6])])
+    assert many.match(prompt) == one.match(prompt)
+    assert [key_of(number) in many for number in range(41)] == [key_of(number) in one for number in range(41)]
+
+
+def test_more_than_fit_into_one_pass() -> None:
+    chunks = random_chunks(2500, 40)
+    one, many = (ChunkIndex(lambda key: chunks[int(key, 16)]) for _ in range(2))
+    for number, ids in enumerate(chunks):
+        one.add(key_of(number), ids)
+    many.add_all((key_of(number), ids) for number, ids in enumerate(chunks))
+    prompt = np.concatenate([chunks[number] for number in (0, 1023, 1024, 2047, 2048, 2499)])
+    assert many.match(prompt) == one.match(prompt)
+    assert len(many.match(prompt)) == 6 and len(many) == 2500
+
+
+def test_of_two_chunks_with_one_key_the_first_counts() -> None:
+    first, second = random_chunks(2, 60)
+    index = ChunkIndex(lambda key: first)
+    index.add_all([(key_of(0), first), (key_of(0), second)])
+    assert len(index) == 1
+    assert [match.length for match in index.match(first)] == [60]
+    assert index.match(second) == []
+
+
+def test_nothing_is_added_with_a_chunk_that_is_refused() -> None:
+    index = ChunkIndex(lambda key: np.empty(0, np.int32))
+    for key, ids, why in ((key_of(1), [-1], "token ids must"), ("no key", [1], "64 lower-case hex digits")):
+        with pytest.raises(ValueError, match=why):
+            index.add_all([(key_of(0), random_chunks(1, 50)[0]), (key, ids)])
+    index.add_all([])
+    assert len(index) == 0 and index.match(random_chunks(1, 50)[0]) == []
+
+
 # --- RAM ----------------------------------------------------------------------------------------------
 
 

@@ -1058,3 +1058,13 @@ def test_a_forked_child_writes_its_own_and_nothing_of_its_parent(tmp_path: Path)
     again = DiskBackend(tmp_path / "far")
     assert sorted(again.keys()) == sorted([key(1), key(2)])
     again.close()
+
+
+def test_the_place_of_an_entry_is_the_nearest_tier_that_has_it(tmp_path: Path) -> None:
+    memory, disk = MemoryBackend(), DiskBackend(tmp_path)
+    tiers = TieredBackend([memory, disk])
+    tiers.write(key(0), b"entry")
+    assert tiers.place_of(key(0)) == "memory"
+    memory.delete(key(0))
+    assert tiers.place_of(key(0)) == "disk"
+    tiers.close()

@@ -36,8 +36,8 @@ def as_ids(token_ids: npt.ArrayLike) -> Int32:
 # --- fingerprints ---------------------------------------------------------------------------------
 
 
-def strides(tokens: int | Int64, window: int) -> Int64:
-    """Tokens between two fingerprints of a chunk, for one length or an array of lengths.
+def strides(tokens: Int64, window: int) -> Int64:
+    """Tokens between two fingerprints of a chunk, for chunks of these lengths, shape (n,).
 
     Short chunks are fingerprinted more finely, so that a few tokens changed at an edge do not hide them.
     """
@@ -45,13 +45,17 @@ def strides(tokens: int | Int64, window: int) -> Int64:
     return np.where(np.less(tokens, 2 * window), 1, short)
 
 
-def fingerprint_offsets(tokens: int, window: int) -> Int64:
-    """Offsets, shape (n,), of the windows of a chunk that are indexed; the last full window is always one."""
-    last = tokens - window
-    if last < 0:
-        return np.empty(0, np.int64)
-    offsets = np.arange(0, last + 1, int(strides(tokens, window)))
-    return offsets if offsets[-1] == last else np.append(offsets, last)
+def fingerprints(tokens: Int64, window: int) -> tuple[Int64, Int64]:
+    """Which windows are indexed of chunks of these lengths, shape (chunks,); the last full one always is.
+
+    Returns:
+        Chunk and offset in it of each window, both of shape (n,), ascending.
+    """
+    last, stride = tokens - window, strides(tokens, window)
+    counts = np.where(last < 0, 0, -(-last // stride) + 1)
+    chunks = np.repeat(np.arange(tokens.size), counts)
+    steps = ranges(np.zeros_like(counts), counts)
+    return chunks, np.minimum(steps * stride[chunks], last[chunks])
 
 
 def window_hashes(ids: Int32, starts: Int64, coefficients: UInt64) -> UInt64:

@@ -6,15 +6,20 @@ This module owns the lock and puts the parts together; each part is in a module 
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import islice
 
 import numpy as np
 import numpy.typing as npt
 
-from rag_blend.match.arrays import as_ids, fingerprint_offsets, odd_numbers, window_hashes
+from rag_blend.match.arrays import Int32, as_ids, fingerprints, odd_numbers, window_hashes
 from rag_blend.match.cover import Candidates, Cover, TokenIdsOf
 from rag_blend.match.postings import Postings
-from rag_blend.match.rows import Rows, digest_of
+from rag_blend.match.rows import Rows, digest_of, stacked
+
+# Chunks that `add_all` takes in one pass over numpy arrays: enough to be fast, few enough to stay in the CPU's caches.
+_CHUNKS_AT_ONCE = 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,25 +100,22 @@ class ChunkIndex:
         Raises:
             ValueError: The key is not 64 lower-case hex digits, or the ids are not such a list of integers.
         """
-        digest = digest_of(key)
-        if digest is None:
-            raise ValueError(f"a chunk key is 64 lower-case hex digits, got {key!r}")
-        ids = as_ids(token_ids)
-        offsets = fingerprint_offsets(ids.size, self._window)
-        hashes = window_hashes(ids, offsets, self._coefficients)
-        with self._lock:
-            if self._rows.find(digest) >= 0:
-                return
-            row = self._rows.append(digest, ids.size)
-            self._postings.add(hashes, row, offsets, self._rows.tokens)
+        self.add_all([(key, token_ids)])
+
+    def add_all(self, chunks: Iterable[tuple[str, npt.ArrayLike]]) -> None:
+        """Index chunks, given as (key, token_ids): as if each was given to `add`, but many times faster.
+
+        Raises:
+            ValueError: See `add`; some of the chunks in front of that one are in the index then.
+        """
+        rest = iter(chunks)
+        while some := list(islice(rest, _CHUNKS_AT_ONCE)):
+            self._add_some(some)
 
     def remove(self, key: str) -> None:
         """Forget a chunk; a key that is not there is ignored. Its RAM is freed in batches, not at once."""
-        digest = digest_of(key)
-        if digest is None:
-            return
         with self._lock:
-            row = self._rows.find(digest)
+            row = self._row_of(key)
             if row < 0:
                 return
             self._rows.kill(row)
@@ -129,11 +131,8 @@ class ChunkIndex:
 
     def __contains__(self, key: object) -> bool:
         """Whether a chunk with this key is in the index."""
-        digest = digest_of(key) if isinstance(key, str) else None
-        if digest is None:
-            return False
         with self._lock:
-            return self._rows.find(digest) >= 0
+            return isinstance(key, str) and self._row_of(key) >= 0
 
     @property
     def nbytes(self) -> int:
@@ -182,3 +181,27 @@ class ChunkIndex:
                 )
             )
         return matches
+
+    def _add_some(self, chunks: Sequence[tuple[str, npt.ArrayLike]]) -> None:
+        by_digest: dict[bytes, Int32] = {}
+        for key, token_ids in chunks:
+            digest = digest_of(key)
+            if digest is None:
+                raise ValueError(f"a chunk key is 64 lower-case hex digits, got {key!r}")
+            by_digest.setdefault(digest, as_ids(token_ids))
+        digests, ids = stacked(by_digest), list(by_digest.values())
+        tokens = np.array([chunk.size for chunk in ids], np.int64)
+        chunk, offsets = fingerprints(tokens, self._window)
+        starts = offsets + (np.cumsum(tokens) - tokens)[chunk]
+        hashes = window_hashes(np.concatenate(ids), starts, self._coefficients)
+        with self._lock:
+            rows = self._rows.find(digests)
+            new = rows < 0
+            rows[new] = self._rows.extend(digests[new], tokens[new])
+            added = new[chunk]
+            self._postings.add(hashes[added], rows[chunk[added]], offsets[added], self._rows.tokens)
+
+    def _row_of(self, key: str) -> int:
+        """Row of a key, -1 where there is none; the caller holds the lock."""
+        digest = digest_of(key)
+        return -1 if digest is None else int(self._rows.find(stacked([digest]))[0])

@@ -56,12 +56,12 @@ class Postings:
         """Bytes of RAM held."""
         return sum(sys.getsizeof(array) for array in (self._pending, *self._segments))
 
-    def add(self, hashes: UInt64, row: int, offsets: Int64, tokens: Int32) -> None:
-        """Add a chunk's fingerprints: hashes and the offsets at which they stand, both of shape (n,)."""
+    def add(self, hashes: UInt64, rows: Int64, offsets: Int64, tokens: Int32) -> None:
+        """Add fingerprints: hashes, in which rows and at which offsets they stand, each of shape (n,)."""
         stop = self._waiting + hashes.size
         self._pending = with_room(self._pending, self._waiting, stop)
         self._pending[self._waiting : stop, 0] = hashes
-        self._pending[self._waiting : stop, 1] = offsets.astype(np.uint64) | (np.uint64(row) << _ROW_SHIFT)
+        self._pending[self._waiting : stop, 1] = offsets.astype(np.uint64) | (rows.astype(np.uint64) << _ROW_SHIFT)
         self._waiting = stop
         if stop >= _MAX_PENDING:
             self._flush(tokens)

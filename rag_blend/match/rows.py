@@ -6,6 +6,7 @@ Everything else names a chunk by its row number, four bytes instead of a key's 3
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterable
 
 import numpy as np
 
@@ -19,6 +20,11 @@ def digest_of(key: str) -> bytes | None:
     except ValueError:
         return None
     return digest if len(digest) == 32 and digest.hex() == key else None
+
+
+def stacked(digests: Iterable[bytes]) -> UInt8:
+    """Keys as `digest_of` gives them, as an array of shape (n, 32)."""
+    return np.frombuffer(b"".join(digests), np.uint8).reshape(-1, 32)
 
 
 class Rows:
@@ -53,31 +59,33 @@ class Rows:
         """Whether more than a quarter of the rows are dead, so that dropping them pays."""
         return self._dead * 4 > self._count
 
-    def find(self, digest: bytes) -> int:
-        """Row of a key, -1 where there is none."""
-        at = self._home(digest)
-        while (row := int(self._slots[at])) >= 0:
-            if self.tokens[row] >= 0 and self.digests[row].tobytes() == digest:
-                return row
-            at = (at + 1) % self._slots.size
-        return -1
+    def find(self, digests: UInt8) -> Int64:
+        """Row of each key, shape (n,), -1 where there is none; keys are of shape (n, 32)."""
+        found = np.full(len(digests), -1, np.int64)
+        asked, at = np.arange(len(digests)), self._homes(digests)
+        while asked.size:
+            rows = self._slots[at]
+            taken = rows >= 0  # behind a free slot no key stands that would rather have stood there
+            asked, at, rows = asked[taken], at[taken], rows[taken]
+            same = (self.tokens[rows] >= 0) & (self.digests[rows] == digests[asked]).all(axis=1)
+            found[asked[same]] = rows[same]
+            asked, at = asked[~same], (at[~same] + 1) % self._slots.size
+        return found
 
-    def append(self, digest: bytes, tokens: int) -> int:
-        """Add a key that is not there yet; returns its row."""
-        row = self._count
-        self.digests = with_room(self.digests, row, row + 1)
-        self.tokens = with_room(self.tokens, row, row + 1)
-        self.digests[row] = np.frombuffer(digest, np.uint8)
-        self.tokens[row] = tokens
-        self._count += 1
-        if self._count * 3 > self._slots.size * 2:
+    def extend(self, digests: UInt8, tokens: Int64) -> Int64:
+        """Add different keys that are not there yet, shape (n, 32); returns their rows, shape (n,), ascending."""
+        start, stop = self._count, self._count + len(digests)
+        self.digests = with_room(self.digests, start, stop)
+        self.tokens = with_room(self.tokens, start, stop)
+        self.digests[start:stop] = digests
+        self.tokens[start:stop] = tokens
+        self._count = stop
+        rows = np.arange(start, stop)
+        if stop * 3 > self._slots.size * 2:
             self._rehash()
         else:
-            at = self._home(digest)
-            while self._slots[at] >= 0:
-                at = (at + 1) % self._slots.size
-            self._slots[at] = row
-        return row
+            self._place(rows)
+        return rows
 
     def kill(self, row: int) -> None:
         """Mark a row as removed."""
@@ -104,13 +112,13 @@ class Rows:
         hashes = row_hashes(np.ascontiguousarray(digests).view(np.uint64), self._coefficients)
         return (hashes % np.uint64(self._slots.size)).astype(np.int64)
 
-    def _home(self, digest: bytes) -> int:
-        return int(self._homes(np.frombuffer(digest, np.uint8).reshape(1, 32))[0])
-
     def _rehash(self) -> None:
         """Rebuild the table with the living rows, at most a third full."""
         self._slots = np.full(max(16, 1 << (self._count * 2).bit_length()), -1, np.int32)
-        rows = self._living().astype(np.int32)
+        self._place(self._living())
+
+    def _place(self, rows: Int64) -> None:
+        """Enter rows into the table, each at the first free slot from its home on."""
         at = self._homes(self.digests[rows])
         while rows.size:
             free = self._slots[at] < 0

@@ -12,6 +12,7 @@ from rag_blend.storage.base import StorageBackend
 class GuardedBackend(StorageBackend):
     """A backend all of whose calls go through a guard."""
 
+    has_deadlines = True
     _guard: Guard[Any]
 
     @property

@@ -11,7 +11,7 @@ import contextlib
 import logging
 import sqlite3
 from collections import deque
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping
 from collections.abc import Set as AbstractSet
 from pathlib import Path
 from typing import NamedTuple
@@ -86,12 +86,13 @@ class FileIndex(Database):
             with contextlib.suppress(OSError):
                 self.run("BEGIN IMMEDIATE", self._write_uses, patience)
 
-    def labels(self, names: Sequence[str]) -> Iterator[tuple[str, bytes]]:
-        """These names, which are sorted, each with its label or b""."""
-        for start in range(0, len(names), _LABELS_AT_ONCE):
-            some = names[start : start + _LABELS_AT_ONCE]
-            known = self._labels_between(some[0], some[-1])
-            yield from ((name, known.get(name, b"")) for name in some)
+    def labels(self) -> Iterator[tuple[str, bytes]]:
+        """All labels, each with its name; one that is written meanwhile may come twice."""
+        # As they lie in the file. Sorted by name they would cost a page of it each, ten times as long for many.
+        latest = 0
+        while some := self._labels_behind(latest):
+            yield from ((name, label) for _, name, label in some)
+            latest = some[-1][0]
 
     def update(
         self, names: Collection[str], labels: Mapping[str, bytes] | None = None, patience: float | None = None
@@ -182,9 +183,9 @@ class FileIndex(Database):
         query = "SELECT name, size, mtime_ns FROM files"
         return self.run("BEGIN", lambda db: {name: Facts(*facts) for name, *facts in db.execute(query)})
 
-    def _labels_between(self, first: str, last: str) -> dict[str, bytes]:
-        query = "SELECT name, label FROM labels WHERE name BETWEEN ? AND ?"
-        return self.run("BEGIN", lambda db: dict(db.execute(query, (first, last))))
+    def _labels_behind(self, rowid: int) -> list[tuple[int, str, bytes]]:
+        query = "SELECT rowid, name, label FROM labels WHERE rowid > ? ORDER BY rowid LIMIT ?"
+        return self.run("BEGIN", lambda db: db.execute(query, (rowid, _LABELS_AT_ONCE)).fetchall())
 
     def _write_uses(self, db: sqlite3.Connection) -> None:
         clock = _clock(db)

@@ -85,10 +85,12 @@ class StorageBackend(ABC):
     Attributes:
         parallel_reads: How many reads of different entries are worth having under way at once.
         durable: Whether what is written outlives the process.
+        has_deadlines: Whether every call ends in time whatever the medium does. Others are given up when they hang.
     """
 
     parallel_reads: int = 1
     durable: bool = True
+    has_deadlines: bool = False
 
     @abstractmethod
     def write(self, key: str, data: bytes, label: bytes = b"") -> None:
@@ -139,6 +141,10 @@ class StorageBackend(ABC):
     def prefetch(self, keys: Iterable[str]) -> None:
         """Start to bring these entries nearer, if there is a nearer place. Returns at once; no error is raised."""
         return None
+
+    def place_of(self, key: str) -> str:
+        """Name of the place that an entry would come from: how fast that is, differs between places. Does not wait."""
+        return type(self).__name__.removesuffix("Backend").lower()
 
     def limit_calls(self, seconds: float) -> None:
         """From now on no call shall take longer than this, however long was allowed before; local media ignore it."""

@@ -183,12 +183,13 @@ class DiskBackend(StorageBackend):
         """See `StorageBackend.labels`. Unknown is that of an entry which changed without this package."""
         found, doubtful = self._compared()
         entries = {name for name in found if name.endswith(SUFFIX)}
-        asked, answered = sorted(entries - doubtful), 0
+        untold = entries - doubtful
         with self._tolerating_the_index():
-            for name, label in self._index.labels(asked):
-                yield name.removesuffix(SUFFIX), label
-                answered += 1
-        for name in [*asked[answered:], *(entries & doubtful)]:
+            for name, label in self._index.labels():
+                if name in untold:
+                    untold.remove(name)
+                    yield name.removesuffix(SUFFIX), label
+        for name in untold | entries & doubtful:
             yield name.removesuffix(SUFFIX), b""
 
     def trim(self) -> int:

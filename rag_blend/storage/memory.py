@@ -52,6 +52,7 @@ class MemoryBackend(StorageBackend):
     """
 
     durable = False
+    has_deadlines = True
 
     def __init__(self, quota_bytes: int | None = None) -> None:
         if quota_bytes is not None and quota_bytes < 1:

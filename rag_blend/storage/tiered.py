@@ -71,6 +71,7 @@ class TieredBackend(StorageBackend):
         if not tiers:
             raise ValueError("no storage tiers are given")
         self.parallel_reads = max(tier.parallel_reads for tier in tiers)
+        self.has_deadlines = all(tier.has_deadlines for tier in tiers)
         self._tiers = named(tiers)
         home = next((i for i, tier in enumerate(self._tiers) if tier.is_durable), 0)
         self._near = self._tiers[:home]
@@ -115,6 +116,14 @@ class TieredBackend(StorageBackend):
             taker = self._durable.first_to_take(change)
             self._bring_nearer_up_to_date(taker, key, change)
         self._durable.send_to_others(change, born, life, taker)
+
+    def place_of(self, key: str) -> str:
+        """See `StorageBackend.place_of`: the nearest tier that has it, or the first server: asking that takes time."""
+        for tier in self._tiers[:-1]:
+            is_server = tier.backend.has_deadlines and tier.is_durable
+            if is_server or key in tier.backend:
+                return tier.name
+        return self._tiers[-1].name
 
     def open(self, key: str) -> EntryReader:
         """See `StorageBackend.open`.
