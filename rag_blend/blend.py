@@ -70,6 +70,11 @@ class BlendPass:
         return len(self._chosen)
 
     @property
+    def recomputed(self) -> Positions:
+        """Their positions, ascending."""
+        return self._chosen.cpu().numpy()
+
+    @property
     def computed(self) -> int:
         """Reusable rows whose q/k/v were computed, summed over layers; a check layer's included."""
         return self._computed
@@ -85,8 +90,10 @@ class BlendPass:
             hidden_states = hidden_states[:, self._rows.positions]
         if layer_idx == self._selector.check_layer and len(self._chosen):
             hidden_states = self._check(layer_idx, hidden_states, kwargs)
-        kwargs.update(self._rows.arguments(kwargs))
         self._computed += len(self._chosen)
+        if layer_idx == self._adapter.num_layers - 1 and self._num_tokens == self._plan.num_tokens:
+            hidden_states = self._finish(layer_idx, hidden_states, kwargs)
+        kwargs.update(self._rows.arguments(kwargs))
         return hidden_states
 
     def place(self, layer_idx: int, keys: torch.Tensor, values: torch.Tensor) -> tuple[LayerKV, int]:
@@ -119,12 +126,23 @@ class BlendPass:
         num_kept = min(share_of(len(self._plan.reusable), self._ratio or 0.0), len(candidates))
         kept = self._selector.refine(LayerKV(*(side[:, candidates] for side in fresh)), stored, num_kept)
         # The rows that drop out have fresh values here already: keep those, as the released CacheBlend does.
-        everyone.write(whole, LayerKV(fresh.keys[None], fresh.values[None]))
-        self._source = Replay({layer_idx: whole}, self._source)
+        self._go_on_over(layer_idx, whole, fresh)
         self._computed += len(self._chosen) - len(kept)
         self._chosen = self._chosen[kept.sort().values]
         self._rows = self._rows_of(self._fresh, self._chosen)
         return hidden_states[:, everyone.indices_of(self._rows.positions)]
+
+    def _finish(self, layer_idx: int, hidden_states: torch.Tensor, kwargs: dict[str, Any]) -> torch.Tensor:
+        """The last layer: of all rows only keys and values are wanted, and of the last row the next token."""
+        fresh = self._adapter.fresh_kv(layer_idx, hidden_states, {**kwargs, **self._rows.arguments(kwargs)})
+        self._go_on_over(layer_idx, self._source.layer(layer_idx), fresh)
+        self._rows = self._rows_of(self._rows.positions[-1:])
+        return hidden_states[:, -1:]
+
+    def _go_on_over(self, layer_idx: int, whole: LayerKV, fresh: LayerKV) -> None:
+        """Let the layer that comes find these fresh rows among the stored ones."""
+        self._rows.write(whole, LayerKV(fresh.keys[None], fresh.values[None]))
+        self._source = Replay({layer_idx: whole}, self._source)
 
     def _tensor(self, positions: np.ndarray) -> torch.Tensor:
         return torch.from_numpy(positions).to(self._adapter.device)

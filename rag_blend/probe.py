@@ -17,7 +17,7 @@ from rag_blend.cache import BlendCache
 from rag_blend.chunk import LayerKV
 from rag_blend.errors import GenerationCancelledError
 from rag_blend.models import ModelAdapter
-from rag_blend.models.attention import attending
+from rag_blend.models.attention import FewRows, attending
 from rag_blend.plan import BlendPlan
 from rag_blend.rows import LayerSource, Replay, RowSet
 from rag_blend.selectors.base import Scores, probe_rows
@@ -55,6 +55,7 @@ class ProbePass:
         self._rows = RowSet(adapter, plan.num_tokens, positions, absent if len(absent) else None)
         self._fetched: dict[int, LayerKV] = {}
         self._received = torch.zeros(plan.num_tokens, device=adapter.device)
+        self._unheard = FewRows()
         self._first_heard = adapter.num_layers // 2
         self._end = max(self._first_heard + 1, adapter.num_layers * 3 // 4)
 
@@ -111,8 +112,10 @@ class ProbePass:
         attention_mask: torch.Tensor | None,
         scaling: float,
         **kwargs: Any,
-    ) -> tuple[torch.Tensor, None]:
-        """Plain attention of few rows, as `packed_attention`; query is (1, num_heads, num_rows, head_dim)."""
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Attention as `packed_attention`, written out where its weights are heard; query has a batch of one."""
+        if len(self._fetched) <= self._first_heard:
+            return self._unheard(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
         _, heads, rows, dim = query.shape
         kv_heads = key.shape[1]
         grouped = query.reshape(kv_heads, heads // kv_heads * rows, dim)
@@ -120,8 +123,7 @@ class ProbePass:
         if attention_mask is not None:
             scores = _masked(scores, attention_mask[0])
         weights = scores.softmax(-1, dtype=torch.float32)
-        if len(self._fetched) > self._first_heard:
-            self._received += weights.mean(dim=(0, 1, 2))
+        self._received += weights.mean(dim=(0, 1, 2))
         output = torch.matmul(weights.to(value.dtype).view(kv_heads, -1, key.shape[2]), value[0])
         return output.view(1, heads, rows, value.shape[-1]).transpose(1, 2).contiguous(), None
 

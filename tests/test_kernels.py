@@ -12,8 +12,8 @@ import torch
 from conftest import FAMILIES, FAMILY_ROPES, random_model
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-from rag_blend.models import adapter_for
-from rag_blend.models.attention import attending, packed_attention
+from rag_blend.models import adapter_for, attention
+from rag_blend.models.attention import AttentionFunction, FewRows, attending, packed_attention
 from rag_blend.rope import Rotary
 
 
@@ -49,21 +49,28 @@ def test_a_family_that_interleaves_is_left_to_its_own_function() -> None:
 
 @pytest.mark.parametrize(("heads", "kv_heads"), [(6, 2), (4, 4), (4, 1)])
 @pytest.mark.parametrize("batch", [1, 3])
-def test_packed_attention_equals_that_of_transformers(heads: int, kv_heads: int, batch: int) -> None:
+@pytest.mark.parametrize("additive", [False, True])
+@pytest.mark.parametrize("attend", [packed_attention, FewRows()])
+def test_attention_of_few_rows_equals_that_of_transformers(
+    attend: AttentionFunction, additive: bool, batch: int, heads: int, kv_heads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(attention, "_ROWS_OF_A_BLOCK", 3)
     generator = torch.Generator().manual_seed(0)
     query = torch.randn(batch, 7, heads, 8, generator=generator).transpose(1, 2)  # as the models make it
     whole = torch.randn(2, batch, kv_heads, 60, 8, generator=generator)
     key, value = whole[0, :, :, :50], whole[1, :, :, :50]
-    rows = torch.tensor([0, 3, 4, 20, 33, 48, 49])
-    mask = (torch.arange(50)[None] <= rows[:, None])[None, None]
     module = SimpleNamespace(num_key_value_groups=heads // kv_heads, is_causal=True)
-    for given in (mask, None):
-        keys = key if given is not None else key[:, :, :7]
-        values = value if given is not None else value[:, :, :7]
-        ours, _ = packed_attention(module, query, keys, values, given, scaling=0.3, dropout=0.0)
-        stock, _ = sdpa_attention_forward(module, query, keys, values, given, scaling=0.3, dropout=0.0)
-        assert ours.shape == stock.shape == (batch, 7, heads, 8)
-        assert torch.allclose(ours, stock, atol=1e-6)
+    for rows in ([0, 3, 4, 20, 33, 48, 49], [9, 2, 1, 30, 4, 5, 40]):  # also out of order
+        visible = (torch.arange(50)[None] <= torch.tensor(rows)[:, None])[None, None]
+        mask = torch.zeros(visible.shape).masked_fill(~visible, torch.finfo(torch.float32).min) if additive else visible
+        for layer in range(2):
+            ours, _ = attend(module, query, key + layer, value, mask, scaling=0.3, dropout=0.0)
+            stock, _ = sdpa_attention_forward(module, query, key + layer, value, mask, scaling=0.3, dropout=0.0)
+            assert ours.shape == stock.shape == (batch, 7, heads, 8)
+            assert torch.allclose(ours, stock, atol=1e-6)
+    ours, _ = attend(module, query, key[:, :, :7], value[:, :, :7], None, scaling=0.3, dropout=0.0)
+    stock, _ = sdpa_attention_forward(module, query, key[:, :, :7], value[:, :, :7], None, scaling=0.3, dropout=0.0)
+    assert torch.allclose(ours, stock, atol=1e-6)
 
 
 def test_the_model_gets_its_attention_back() -> None:

@@ -84,7 +84,7 @@ class TestWhatIsReused:
 
     def test_only_what_is_new_is_computed(self, engine: BlendEngine) -> None:
         rows = []
-        layer = engine._model.get_decoder().layers[1]
+        layer = engine._model.get_decoder().layers[0]
         layer.mlp.register_forward_pre_hook(lambda _, args: rows.append(args[0].shape[1]))
         ids = random_ids(1, 200)
         engine.prefill(ids)

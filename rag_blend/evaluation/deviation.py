@@ -70,7 +70,7 @@ class PromptSpans:
 
 
 class AttentionDeviation(NamedTuple):
-    """Attention deviation of one prefill, averaged over layers.
+    """Attention deviation of one prefill, averaged over layers but the last, of which a blend computes one row only.
 
     Attributes:
         question: Of the rows of the question's tokens.
@@ -129,12 +129,12 @@ class PromptDeviation:
         prefill = self._engine.prefill(self._prompt.ids.tolist(), selector="none", recompute_ratio=0.0)
         if not prefill.stats.reused_tokens:
             raise ValueError("nothing of the prompt is stored: ingest its chunks behind its head first")
-        layers = range(len(self._full_attention))
+        layers = range(len(self._full.layers))
         return np.stack([_kv_deviation(prefill.cache, self._full, layer_idx) for layer_idx in layers])
 
     def _observed(self, **options: Any) -> tuple[list[torch.Tensor], Prefill]:
-        """A prefill, and per layer the question's attention to what is in front of it."""
-        recorder = _Recorder(self._prompt)
+        """A prefill, and per layer but the last the question's attention to what is in front of it."""
+        recorder = _Recorder(self._prompt, self._model.config.num_hidden_layers - 1)
         # The lock, because the attention function is swapped for every user of the model.
         with lock_of(self._model), attending(self._model.config, _ATTENTION, recorder.attend):
             prefill = self._engine.prefill(self._prompt.ids.tolist(), **options)
@@ -174,9 +174,11 @@ class _Recorder:
 
     Args:
         prompt: The prompt that is prefilled.
+        num_layers: How many layers are recorded, from the first on.
     """
 
-    def __init__(self, prompt: PromptSpans) -> None:
+    def __init__(self, prompt: PromptSpans, num_layers: int) -> None:
+        self._num_layers = num_layers
         self._start = prompt.question_start
         self._num_tokens = len(prompt.ids)
         self.attention: dict[int, torch.Tensor] = {}  # by layer: (question tokens, tokens in front), mean over heads
@@ -192,7 +194,8 @@ class _Recorder:
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """`packed_attention`, recorded."""
         layer_idx: Any = module.layer_idx
-        self._record(layer_idx, query, key, attention_mask, kwargs["scaling"])
+        if layer_idx < self._num_layers:
+            self._record(layer_idx, query, key, attention_mask, kwargs["scaling"])
         return packed_attention(module, query, key, value, attention_mask, **kwargs)
 
     def _record(

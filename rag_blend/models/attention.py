@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
 AttentionFunction = Callable[..., tuple[torch.Tensor, torch.Tensor | None]]  # see `packed_attention`
 _NAME = "rag_blend_packed"
+_ROWS_OF_A_BLOCK = 96
 
 
 def packed_attention(
@@ -60,6 +61,63 @@ def packed_attention(
     return output.reshape(batch, heads, rows, value.shape[-1]).transpose(1, 2).contiguous(), None
 
 
+class FewRows:
+    """SDPA of some rows of one prompt, which copies neither keys nor mask and skips what no row of a block may see.
+
+    One object serves one prefill. Batches, and single rows, are left to `packed_attention`.
+    """
+
+    def __init__(self) -> None:
+        self._mask: torch.Tensor | None = None
+        self._blocks: list[tuple[slice, int]] = []
+
+    def __call__(
+        self,
+        module: torch.nn.Module,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        **kwargs: Any,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """See `packed_attention`."""
+        batch, heads, rows, _ = query.shape
+        if attention_mask is None or attention_mask.shape[1] != 1 or kwargs.get("position_bias") is not None:
+            return packed_attention(module, query, key, value, attention_mask, **kwargs)
+        if batch > 1 or rows == 1:
+            return packed_attention(module, query, key, value, attention_mask, **kwargs)
+        groups = (key.shape[1], heads // key.shape[1])
+        queries = query[0].view(*groups, rows, -1)  # heads that share keys are heads of one batch entry
+        keys, values = (side[0][:, None].expand(-1, groups[1], -1, -1) for side in (key, value))
+        output = query.new_empty((rows, *groups, value.shape[-1]))
+        for block, end in self._blocks_of(attention_mask):
+            seen = torch.nn.functional.scaled_dot_product_attention(
+                queries[:, :, block],
+                keys[:, :, :end],
+                values[:, :, :end],
+                attn_mask=attention_mask[:, :, block, :end],
+                dropout_p=kwargs.get("dropout", 0.0),
+                scale=kwargs.get("scaling"),
+            )
+            output[block] = seen.permute(2, 0, 1, 3)
+        return output.view(1, rows, heads, value.shape[-1]), None
+
+    def _blocks_of(self, mask: torch.Tensor) -> list[tuple[slice, int]]:
+        """Blocks of rows, and how many keys each may see; found once for all layers."""
+        if mask is not self._mask:
+            self._mask = mask
+            starts = range(0, mask.shape[2], _ROWS_OF_A_BLOCK)
+            blocks = [slice(start, min(start + _ROWS_OF_A_BLOCK, mask.shape[2])) for start in starts]
+            self._blocks = [(block, _seen_by(mask[0, 0, block])) for block in blocks]
+        return self._blocks
+
+
+def _seen_by(rows: torch.Tensor) -> int:
+    """One past the last key that some of these rows of a mask let through."""
+    visible = rows if rows.dtype == torch.bool else rows == 0
+    return int(visible.any(dim=0).nonzero()[-1]) + 1
+
+
 def is_replaceable(model: PreTrainedModel) -> bool:
     """Whether the model calls the attention function that transformers has registered, so that it can be ours.
 
@@ -70,11 +128,11 @@ def is_replaceable(model: PreTrainedModel) -> bool:
 
 @contextlib.contextmanager
 def packing(model: PreTrainedModel) -> Iterator[None]:
-    """Let a model that uses sdpa use `packed_attention` for the time being; others are left alone."""
+    """Let a model that uses sdpa use `FewRows` for the time being; others are left alone."""
     if model.config._attn_implementation != "sdpa" or not is_replaceable(model):
         yield
         return
-    with attending(model.config, _NAME, packed_attention):
+    with attending(model.config, _NAME, FewRows()):
         yield
 
 

@@ -16,7 +16,7 @@ TEXTS = [random_text(seed) for seed in range(4)]
 def test_generate_uses_the_stored_rows_on_both_sides_of_the_window(window: int) -> None:
     model = random_model("phi3", "longrope", original_max_position_embeddings=window)
     rows: list[int] = []
-    model.get_decoder().layers[1].mlp.register_forward_pre_hook(lambda _, args: rows.append(args[0].shape[1]))
+    model.get_decoder().layers[0].mlp.register_forward_pre_hook(lambda _, args: rows.append(args[0].shape[1]))
     with BlendEngine(model, small_tokenizer(), None, prime="none", selector="none") as engine:
         engine.ingest(TEXTS, head=HEAD, progress=False)
         ids = prompt_of(engine, HEAD, TEXTS[1:], QUESTION)
