@@ -1,6 +1,18 @@
-"""``python -m rag_blend``: the command line."""
+"""The command line: ``rag-blend``, or ``python -m rag_blend``."""
 
-from rag_blend.cli import main
+import sys
+
+
+def main() -> None:
+    """Run it, if what it needs is installed."""
+    try:
+        from rag_blend.cli import main as run
+    except ModuleNotFoundError as error:
+        if error.name not in {"typer", "rich"}:
+            raise
+        sys.exit(f'rag-blend: {error}: pip install "rag-blend[cli]"')
+    run()
+
 
 if __name__ == "__main__":
     main()

@@ -43,6 +43,9 @@ class RequestQueue:
         self._thread: threading.Thread | None = None
         self._mutex = threading.Lock()  # never held while the model is at work
 
+    def __len__(self) -> int:
+        return len(self._waiting)
+
     def submit(self, request: Request) -> Generation:
         """Answer a request.
 

@@ -116,6 +116,11 @@ class BlendCache(Cache):
         self.layers[layer_idx] = self._growing[layer_idx]
 
     @property
+    def began_at(self) -> float:
+        """When the first layer's rows came, by `time.perf_counter`."""
+        return self._growing[0].began_at
+
+    @property
     def prefill_s(self) -> float:
         """Seconds from the first layer's rows to the last layer's, in the prefill.
 

@@ -6,8 +6,9 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import Any, Literal, TypeVar
@@ -27,10 +28,11 @@ from rag_blend.calibration import (
     priming_of,
     save_verdict,
 )
-from rag_blend.catalog import ChunkCatalog
-from rag_blend.chunk import NO_TOKENS
+from rag_blend.catalog import ChunkCatalog, Findings
+from rag_blend.chunk import NO_TOKENS, ChunkOrigin
 from rag_blend.codecs import Codec, codec_of
 from rag_blend.continuation import Continuation
+from rag_blend.control import Controller, ReuseWhen
 from rag_blend.decode import can_decode_together
 from rag_blend.errors import GenerationCancelledError, PromptTooLongError, UnsupportedModelError
 from rag_blend.fingerprint import fingerprint_of
@@ -47,8 +49,9 @@ from rag_blend.info import context_window_of
 from rag_blend.ingest import Ingester, IngestReport, read_head
 from rag_blend.later import IdleClock, IdleIngester, PendingText
 from rag_blend.loading import load
+from rag_blend.metrics import NO_FAULTS, Metrics, MetricsRecorder, drift_figures, tiers_of
 from rag_blend.models import ModelAdapter, adapter_for, bare_model, lock_of
-from rag_blend.pace import Pace
+from rag_blend.plan import BlendPlan
 from rag_blend.policy import DEFAULT_SELECTOR, PolicyChooser, PolicyInfo, Ratio
 from rag_blend.prefixes import PrefixCache
 from rag_blend.primer import Primer
@@ -61,6 +64,8 @@ from rag_blend.shadow import MAX_ANSWER_TOKENS, DriftReport, ShadowChecker, Shad
 from rag_blend.storage import StorageBackend, open_storage
 from rag_blend.store import KVStore
 from rag_blend.teacher import forced_logits
+from rag_blend.trace import TraceRecorder
+from rag_blend.work import cost_of, timed_prefills
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -116,6 +121,8 @@ class BlendEngine:
             plain full prefill, of which only what earlier prompts begin with is reused, exactly.
         shadow: Share of the answered prompts that are compared with full prefill in the background, when the model
             is free; see `drift`. 0: none.
+        reuse_when: ``"faster"``: stored chunks are left alone where computing them is expected to take no longer, as
+            for short prompts or a slow store. ``"possible"``: they are always used.
         max_batch: How many requests that wait for the model are decoded together at most; 1: each alone.
         prefix_cache_bytes: Memory in which prompts that were prefilled exactly stay, with their answers: a later
             prompt that begins the same (asked again, or the next turn of a chat) goes on from there. 0: none stays.
@@ -144,6 +151,7 @@ class BlendEngine:
         shadow: float = 0.0,
         prefix_cache_bytes: int = 256 * 2**20,
         max_batch: int = 16,
+        reuse_when: ReuseWhen = "faster",
     ) -> None:
         codec = codec_of(codec)  # a wrong name shall not cost the time that digesting the weights takes
         self._policies = PolicyChooser(selector, recompute_ratio)
@@ -152,7 +160,8 @@ class BlendEngine:
         if on_unsupported not in {"error", "full"}:
             raise ValueError(f"on_unsupported must be 'error' or 'full', not {on_unsupported!r}")
         model = bare_model(model)
-        self._pace = Pace()
+        self._recorder = MetricsRecorder()
+        self._listeners: dict[int, list[Generation]] = {}
         self._prefixes = PrefixCache(prefix_cache_bytes)
         self._model = model.eval()
         self.tokenizer = tokenizer
@@ -160,6 +169,8 @@ class BlendEngine:
         self._shadow = ShadowChecker(shadow, self._lock, self._logits_along, self._target)
         with self._lock:  # the model may be in use by another engine
             self._adapter = self._adapt(on_unsupported)
+            if self._adapter is not None:
+                self._control = _controller_for(self._adapter, reuse_when)
         self._server = Server(model, tokenizer, self._run, self._on_answer)
         answer = (self._server.answer, self._server.answer_together)
         self._queue = RequestQueue(self._lock, *answer, self._go_together, max_batch)
@@ -242,6 +253,11 @@ class BlendEngine:
         return info if self.can_blend else replace(info, full_prefill=True)
 
     @property
+    def fingerprint(self) -> str:
+        """Digest of what decides whether stored caches are this model's: weights, tokenizer, dtypes."""
+        return self._store.fingerprint
+
+    @property
     def num_chunks(self) -> int:
         """Stored chunks that prompts can use."""
         return len(self._catalog)
@@ -253,6 +269,35 @@ class BlendEngine:
     def drift(self) -> DriftReport:
         """How far from full prefill the answers were that `shadow` picked."""
         return self._shadow.report()
+
+    def metrics(self, storage: bool = True) -> Metrics:
+        """What happened since this engine was made, and what is stored now, as a dict that JSON takes.
+
+        Args:
+            storage: Count what is stored, too. That means listing it, in a bucket with a request per thousand entries.
+        """
+        return {
+            **self._recorder.answers(),
+            "ingested": self._recorder.ingestions(),
+            "faults": {**NO_FAULTS, **self.counts()},
+            "drift": drift_figures(self.drift()),
+            "waiting": {"requests": len(self._queue), "texts": len(self._later)},
+            "chunks": self.num_chunks,
+            "storage": tiers_of(self._backend) if storage else {},
+        }
+
+    @contextmanager
+    def listening(self) -> Iterator[list[Generation]]:
+        """Collect the answers that are given meanwhile, to whoever asks: a framework's query engine, say.
+
+        `generate`'s and `stream`'s, in the order in which they end; their traces show the frameworks' prompts.
+        """
+        answers: list[Generation] = []
+        self._listeners[id(answers)] = answers
+        try:
+            yield answers
+        finally:
+            del self._listeners[id(answers)]
 
     def adopt(self, verdict: Verdict) -> None:
         """Record a calibration's verdict for this model, namespace and priming, and follow it.
@@ -301,7 +346,9 @@ class BlendEngine:
             self._lock,
             self.context_window,
         )
-        return ingester.ingest(texts, head_ids, doc_ids or [""] * len(texts), progress)
+        report = ingester.ingest(texts, head_ids, doc_ids or [""] * len(texts), progress)
+        self._recorder.ingested(report)
+        return report
 
     def ingest_later(
         self,
@@ -363,16 +410,18 @@ class BlendEngine:
         Raises:
             PromptTooLongError: The prompt does not fit the context window.
         """
-        started = time.perf_counter()
+        record = TraceRecorder()
         policy = self._policies.resolve(selector, recompute_ratio, reuse)
         ids = self._checked_ids(prompt, add_special_tokens)
+        record.turn("queue")
 
         def call(cache: BlendCache | None) -> tuple[tuple[torch.Tensor, Cache, float], Sequence[int]]:
             return (*self._server.forward(ids, cache), time.perf_counter()), ids.tolist()
 
         with self._clock, self._lock:
-            (logits, cache, finished), stats = self._run(ids, policy, call)
-        return Prefill(logits, cache, replace(stats, ttft_s=finished - started))
+            (logits, cache, finished), stats = self._run(ids, policy, call, record=record)
+        stats = replace(stats, ttft_s=finished - record.started)
+        return Prefill(logits, cache, stats, record.trace(ids, self.tokenizer, finished))
 
     def generate(
         self,
@@ -533,9 +582,7 @@ class BlendEngine:
             self._policies.adopt(load_verdict(self._store, self._priming))
             self._primer.reload()
             self._catalog.clear()  # not replaced: an ingestion that waits for the lock goes on with it
-            for chunk in self._store.scan():
-                if chunk.origin.prime == NO_TOKENS == chunk.origin.head or self._primer.accepts(chunk.origin.prime):
-                    self._catalog.add(*chunk)
+            self._catalog.add_all(chunk for chunk in self._store.scan() if self._accepts(chunk.origin))
 
     def close(self) -> None:
         """Release handles and memory; do not use the engine afterwards. The model stays the caller's."""
@@ -553,6 +600,10 @@ class BlendEngine:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+    def _accepts(self, origin: ChunkOrigin) -> bool:
+        """Whether this engine uses what was cached so: a head's own cache, or primed as it primes itself."""
+        return origin.prime == NO_TOKENS == origin.head or self._primer.accepts(origin.prime)
 
     def _adapt(self, on_unsupported: str) -> ModelAdapter | None:
         try:
@@ -615,13 +666,14 @@ class BlendEngine:
         kwargs: dict[str, Any],
     ) -> Request:
         """See `generate`."""
-        started = time.perf_counter()
+        record = TraceRecorder()
         policy = self._policies.resolve(selector, recompute_ratio, reuse)
         ids = self._checked_ids(prompt, add_special_tokens)
+        record.turn("queue")
         config = kwargs.get("generation_config") or self._model.generation_config
         wanted = min(wanted_tokens(max_new_tokens, config, len(ids)), self.context_window - len(ids))
         words, cancel = stop_strings(stop), cancel or threading.Event()
-        return Request(ids, policy, wanted, words, cancel, None, kwargs, started)
+        return Request(ids, policy, wanted, words, cancel, None, kwargs, record)
 
     def _go_together(self, first: Request, second: Request) -> bool:
         if self._adapter is None or first.kwargs != second.kwargs:
@@ -634,6 +686,9 @@ class BlendEngine:
         return all(torch.equal(angles[0], other) for other in angles)
 
     def _on_answer(self, request: Request, generation: Generation) -> None:
+        for answers in list(self._listeners.values()):
+            answers.append(generation)
+        self._recorder.answered(generation)
         if generation.stats.mode == "blend" and generation.token_ids:
             self._shadow.offer(ShadowQuery(request.ids, request.policy, generation.token_ids[:MAX_ANSWER_TOKENS]))
 
@@ -653,7 +708,7 @@ class BlendEngine:
 
         if adapter.weights.changed():
             return None
-        runner = PromptRunner(adapter, self._store, self._pace)
+        runner = PromptRunner(adapter, self._store, Controller(cost_of(adapter), "possible"))
         (logits, cache), stats = runner.run(query.ids, self._catalog, policy, call, cancel=stop)
         if policy.reuse and stats.mode != "blend":
             return None
@@ -674,13 +729,28 @@ class BlendEngine:
         room: int = 0,
         cancel: threading.Event | None = None,
         with_prefixes: bool = True,
+        record: TraceRecorder | None = None,
     ) -> tuple[T, GenerationStats]:
+        record = record or TraceRecorder()
+        record.turn("plan")
         if (self._adapter or self._continuation).weights.changed():
             policy = replace(policy, reuse=False)
         if self._adapter is None:
-            return self._continuation.run(ids, not policy.is_check, call, room, with_prefixes)
-        runner = PromptRunner(self._adapter, self._store, self._pace, self._prefixes if with_prefixes else None)
-        return runner.run(ids, self._catalog, policy, call, room, cancel)
+            record.turn("compute")
+            value, stats = self._continuation.run(ids, not policy.is_check, call, room, with_prefixes)
+            plan = BlendPlan(len(ids), (), stats.prefix_tokens)
+            record.plan(plan, Findings([], [], [], []), plan)
+            return value, stats
+        runner = PromptRunner(self._adapter, self._store, self._control, self._prefixes if with_prefixes else None)
+        return runner.run(ids, self._catalog, policy, call, room, cancel, record)
+
+
+def _controller_for(adapter: ModelAdapter, reuse_when: ReuseWhen) -> Controller:
+    control = Controller(cost_of(adapter), reuse_when)
+    if control.declines:
+        for tokens, seconds in timed_prefills(adapter):
+            control.learn_full(tokens, seconds)
+    return control
 
 
 def _require_documents(texts: Sequence[str], doc_ids: Sequence[str] | None) -> None:

@@ -7,7 +7,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -23,6 +23,8 @@ from transformers.cache_utils import Cache
 from transformers.generation.streamers import TextStreamer
 
 from rag_blend.errors import GenerationCancelledError
+from rag_blend.picture import Pictured
+from rag_blend.trace import Trace
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +44,9 @@ class GenerationStats:
         ttft_s: Seconds from the call to the first new token (or to the logits, for `prefill`).
         load_s: Seconds the reader spent on the stored rows, mostly hidden behind the computation.
         hits: Stored chunks that were laid out in the prompt.
+        declined: Stored chunks that were left alone, because computing them was expected to take no longer.
         misses: Stored chunks that lie in the prompt but could not be used: lost, damaged, or behind another head.
+        misses_elsewhere: Those of them that are behind another head.
     """
 
     prompt_tokens: int = 0
@@ -55,37 +59,43 @@ class GenerationStats:
     ttft_s: float = 0.0
     load_s: float = 0.0
     hits: int = 0
+    declined: int = 0
     misses: int = 0
+    misses_elsewhere: int = 0
 
 
 @dataclass(frozen=True, slots=True)
-class Prefill:
+class Prefill(Pictured):
     """A prompt's prefill.
 
     Attributes:
         logits: Of the next token, float32, shape (vocab,).
         cache: Keys and values of all prompt tokens, ready to be decoded from.
         stats: What was reused and computed.
+        trace: The same token by token, and where the time went; `show` draws it.
     """
 
     logits: torch.Tensor
     cache: Cache
     stats: GenerationStats
+    trace: Trace | None = field(default=None, repr=False, compare=False)
 
 
 @dataclass(frozen=True, slots=True)
-class Generation:
+class Generation(Pictured):
     """An answer.
 
     Attributes:
         text: New text, cut before a stop string.
         token_ids: New token ids, as generated.
         stats: What was reused and computed for the prompt.
+        trace: The same token by token, and where the time went; `show` draws it.
     """
 
     text: str
     token_ids: list[int]
     stats: GenerationStats
+    trace: Trace | None = field(default=None, repr=False, compare=False)
 
 
 class FirstTokenClock(StoppingCriteria):

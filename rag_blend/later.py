@@ -48,6 +48,9 @@ class IdleIngester:
         self._stop = threading.Event()
         self._changed = threading.Condition()
 
+    def __len__(self) -> int:
+        return len(self._waiting)
+
     def offer(self, texts: Sequence[PendingText]) -> int:
         """Queue texts that do not wait already. Returns at once.
 

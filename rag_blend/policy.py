@@ -93,7 +93,7 @@ class PolicyChooser:
         ratio = self._ratio if ratio is None else ratio
         verdict = self._deciding(ratio) if selector is None else None
         if verdict is not None:
-            return BlendPolicy.of(verdict.selector, verdict.ratio, reuse and verdict.passed)
+            return BlendPolicy.of(verdict.selector, verdict.ratio, reuse and verdict.passed, may_raise=True)
         return _resolved(self._selector if selector is None else selector, ratio, reuse)
 
     def _deciding(self, ratio: Ratio) -> Verdict | None:
@@ -101,8 +101,8 @@ class PolicyChooser:
 
 
 def _resolved(selector: str | TokenSelector, ratio: Ratio, reuse: bool) -> BlendPolicy:
-    if isinstance(ratio, str):
-        if ratio != "auto":
-            raise ValueError(f"recompute_ratio must be a number between 0 and 1, 'auto' or None, got {ratio!r}")
-        ratio = None
-    return BlendPolicy.of(selector, ratio, reuse)
+    if not isinstance(ratio, str):
+        return BlendPolicy.of(selector, ratio, reuse)
+    if ratio != "auto":
+        raise ValueError(f"recompute_ratio must be a number between 0 and 1, 'auto' or None, got {ratio!r}")
+    return BlendPolicy.of(selector, None, reuse, may_raise=True)

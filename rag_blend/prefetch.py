@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from types import TracebackType
 
 import numpy as np
@@ -14,6 +16,7 @@ import torch
 from rag_blend.chunk import LayerKV
 from rag_blend.errors import CorruptChunkError, StoreError, StoreUnavailableError
 from rag_blend.models import ModelAdapter
+from rag_blend.patience import HangingStoreError, fulfil
 from rag_blend.plan import BlendPlan
 from rag_blend.rope import Angles
 from rag_blend.store import KVStore, StoredChunk
@@ -63,6 +66,7 @@ class LayerPrefetcher:
     ) -> None:
         self._plan = plan
         self._store = store
+        self._patience = store.patience
         self._adapter = adapter
         self._kept = kept
         self._angles = angles
@@ -73,13 +77,21 @@ class LayerPrefetcher:
         self._slots = threading.Semaphore(depth)
         self._stopped = threading.Event()
         self.load_s = 0.0  # time spent reading and preparing, in whatever thread
+        self.waited_s = 0.0  # time for which somebody waited for a layer
+        self._reading_s: defaultdict[str, float] = defaultdict(float)  # by key; threads at once may add up to more
         # Media far away are asked for all chunks at once; a disk is not faster for it.
         at_once = store.backend.parallel_reads
         self._pool = ThreadPoolExecutor(at_once, thread_name_prefix="rag-blend-fetch") if at_once > 1 else None
         self._map = map if self._pool is None else self._pool.map
+        start = time.perf_counter()
         self._chunks = self._open_all()
-        self._reader = ThreadPoolExecutor(1, thread_name_prefix="rag-blend-reader")
-        self._layers = [self._reader.submit(self._load, i) for i in range(adapter.num_layers)]
+        self._opened_s = time.perf_counter() - start
+        self._layers: list[Future[LayerKV]] = [Future() for _ in range(adapter.num_layers)]
+        self._news = 0  # grows as long as the store answers
+        self._end: Future[None] = Future()
+        # A daemon, for it may be left behind: no process shall wait for a store that hangs in order to end.
+        self._reader = threading.Thread(target=self._load_all, name="rag-blend-reader", daemon=True)
+        self._reader.start()
 
     def layer(self, layer_idx: int) -> LayerKV:
         """Wait for a layer; each may be taken once.
@@ -89,12 +101,35 @@ class LayerPrefetcher:
             and the caller's to write to. Rows that no segment covers are uninitialised.
 
         Raises:
-            LostChunkError: A chunk is damaged or gone.
+            LostChunkError: A chunk is damaged or gone, or the store hangs.
         """
-        future: Future[LayerKV] = self._layers[layer_idx]
-        kv = future.result()
+        start = time.perf_counter()
+        try:
+            kv = self._patience.wait(self._layers[layer_idx], lambda: self._news)
+        except HangingStoreError as error:
+            self._patience.give_up(self._end)
+            for key in self._plan.keys:
+                self._store.count_unavailable(key, error)
+            raise LostChunkError(silent=self._plan.keys) from error
+        finally:
+            self.waited_s += time.perf_counter() - start
         self._slots.release()
         return kv
+
+    def fetches(self, places: Mapping[str, str]) -> Iterator[tuple[str, int, float]]:
+        """When all layers have been taken: from which place came the rows of how many tokens, in how many seconds.
+
+        Args:
+            places: Where the chunks come from, by their keys.
+        """
+        tokens: defaultdict[str, int] = defaultdict(int)
+        reading_s: defaultdict[str, float] = defaultdict(float)
+        for segment in self._plan.segments:
+            tokens[places[segment.key]] += len(segment)
+        for key, seconds in self._reading_s.items():
+            reading_s[places[key]] += seconds
+        whole_s = (self._opened_s + self.load_s) / (sum(reading_s.values()) or 1.0)
+        return ((place, count, whole_s * reading_s[place]) for place, count in tokens.items())
 
     def staleness(self) -> np.ndarray:
         """How much each prompt token's stored rows depend on what was in front of them, float32, shape (num_tokens,).
@@ -122,10 +157,19 @@ class LayerPrefetcher:
         raise LostChunkError(set(keys) - chunks.keys() - set(silent), silent)
 
     def _open(self, key: str) -> StoredChunk | StoreError:
+        start = time.perf_counter()
         try:
             return self._store.open(key)
         except StoreError as error:
             return error
+        finally:
+            self._reading_s[key] += time.perf_counter() - start
+
+    def _load_all(self) -> None:
+        for layer_idx, future in enumerate(self._layers):
+            if future.set_running_or_notify_cancel():
+                fulfil(future, partial(self._load, layer_idx))
+        self._end.set_result(None)
 
     def _load(self, layer_idx: int) -> LayerKV:
         self._slots.acquire()
@@ -141,6 +185,7 @@ class LayerPrefetcher:
         heads, head_dim = self._adapter.num_kv_heads, self._adapter.head_dim
         shape = (1, heads, self._capacity, head_dim)
         whole = LayerKV(*(torch.empty(shape, dtype=self._dtype, device=self._device) for _ in range(2)))
+        self._news += 1
         layers = self._map(lambda chunk: self._read(chunk, layer_idx), self._chunks.values())
         read = dict(zip(self._chunks, layers, strict=True))
         for segment in self._plan.segments:
@@ -157,8 +202,10 @@ class LayerPrefetcher:
         return whole
 
     def _read(self, chunk: StoredChunk, layer_idx: int) -> LayerKV:
+        start = time.perf_counter()
         try:
             kv = chunk.layer(layer_idx)
+            self._reading_s[chunk.key] += time.perf_counter() - start
             heads, _, head_dim = kv.keys.shape
             if (heads, head_dim) != (self._adapter.num_kv_heads, self._adapter.head_dim):
                 raise CorruptChunkError(f"{heads} heads of size {head_dim} are not what the model has")
@@ -168,15 +215,24 @@ class LayerPrefetcher:
         except OSError as error:
             self._store.count_unavailable(chunk.key, error)
             raise LostChunkError(silent=[chunk.key]) from error
+        self._news += 1
         return LayerKV(kv.keys.to(self._device), kv.values.to(self._device))
 
     def close(self) -> None:
-        """Stop reading and release the entries."""
+        """Stop reading and release the entries; if the store hangs, as soon as it answers."""
         self._stopped.set()
         for future in self._layers:
             future.cancel()
         self._slots.release()  # wakes the reader if it waits for room; it then sees that it shall stop
-        self._reader.shutdown(wait=True)
+        try:
+            self._patience.wait(self._end, lambda: self._news)
+        except HangingStoreError:
+            self._patience.give_up(self._end, self._release)
+        else:
+            self._reader.join()
+            self._release()
+
+    def _release(self) -> None:
         if self._pool is not None:
             self._pool.shutdown(wait=True)
         for chunk in self._chunks.values():

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, replace
 from typing import TypeVar
@@ -14,11 +15,12 @@ import torch
 
 from rag_blend.blend import BlendPass
 from rag_blend.cache import BlendCache, kv_of
-from rag_blend.catalog import ChunkCatalog
+from rag_blend.catalog import ChunkCatalog, Findings
 from rag_blend.chunk import LayerKV
+from rag_blend.control import Controller
+from rag_blend.errors import CorruptChunkError, GenerationCancelledError
 from rag_blend.generation import GenerationStats
 from rag_blend.models import ModelAdapter
-from rag_blend.pace import Pace
 from rag_blend.plan import BlendPlan, Positions, plan_blend
 from rag_blend.prefetch import LayerPrefetcher, LostChunkError
 from rag_blend.prefixes import Prefix, PrefixCache
@@ -27,10 +29,13 @@ from rag_blend.rows import LayerSource
 from rag_blend.selectors import AttentionSelector, TokenSelector, selector_of
 from rag_blend.selectors.all import AllSelector
 from rag_blend.store import KVStore
+from rag_blend.trace import TraceRecorder
+from rag_blend.work import expected_rows
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
 Call = Callable[[BlendCache], tuple[T, Sequence[int]]]
+_HIGHEST_RAISED_RATIO = 0.9  # at 1 the store would not be used at all
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,14 +46,18 @@ class BlendPolicy:
         selector: Chooses the reusable tokens to recompute.
         ratio: Share of them; None is the selector's default.
         reuse: False: plain full prefill.
+        may_raise: Whether more tokens may be recomputed where that costs no time.
     """
 
     selector: TokenSelector
     ratio: float | None = None
     reuse: bool = True
+    may_raise: bool = False
 
     @classmethod
-    def of(cls, selector: str | TokenSelector, ratio: float | None, reuse: bool = True) -> BlendPolicy:
+    def of(
+        cls, selector: str | TokenSelector, ratio: float | None, reuse: bool = True, may_raise: bool = False
+    ) -> BlendPolicy:
         """Check and resolve what a user asked for.
 
         Raises:
@@ -56,7 +65,7 @@ class BlendPolicy:
         """
         if ratio is not None and not 0.0 <= ratio <= 1.0:
             raise ValueError(f"recompute_ratio must lie between 0 and 1, got {ratio}")
-        return cls(selector_of(selector), ratio, reuse)
+        return cls(selector_of(selector), ratio, reuse, may_raise)
 
     @property
     def recomputes_everything(self) -> bool:
@@ -80,14 +89,16 @@ class PromptRunner:
     Args:
         adapter: The model.
         store: Where stored rows come from.
-        pace: How long a prefill takes; the store is not waited for longer than that is worth.
+        control: Knows how long things take: what is worth reusing, and how long the store is worth waiting for.
         prefixes: Earlier prompts, to which exact ones are added. None: neither is done.
     """
 
-    def __init__(self, adapter: ModelAdapter, store: KVStore, pace: Pace, prefixes: PrefixCache | None = None) -> None:
+    def __init__(
+        self, adapter: ModelAdapter, store: KVStore, control: Controller, prefixes: PrefixCache | None = None
+    ) -> None:
         self._adapter = adapter
         self._store = store
-        self._pace = pace
+        self._control = control
         self._prefixes = PrefixCache(0) if prefixes is None else prefixes
 
     def run(
@@ -98,6 +109,7 @@ class PromptRunner:
         call: Call[T],
         room: int = 0,
         cancel: threading.Event | None = None,
+        record: TraceRecorder | None = None,
     ) -> tuple[T, GenerationStats]:
         """Let `call` run the model over a prompt with a cache that blends.
 
@@ -109,27 +121,40 @@ class PromptRunner:
                 the ids of prompt and answer. It is called again if a chunk turns out to be damaged during the prefill.
             room: How many tokens will be decoded.
             cancel: Checked before each layer.
+            record: Is told what happens.
 
         Returns:
             The value that `call` returned, and the prompt's stats without `ttft_s`.
         """
+        record = record or TraceRecorder()
+        record.turn("plan")
         prefixes = PrefixCache(0) if policy.is_check else self._prefixes
         frequencies = self._adapter.rotary.frequencies(len(ids), self._adapter.device)
         kept = prefixes.find(ids, frequencies)
-        self._store.backend.limit_calls(self._pace.wait_for(len(ids)))
+        self._store.backend.limit_calls(self._control.wait_for(len(ids)))
         lost: set[str] = set()
         while True:
-            plan, elsewhere, vanished = self._plan(ids, catalog, policy, len(kept), lost)
-            lost.update(vanished)
+            possible, found = self._plan(ids, catalog, policy, len(kept), lost)
+            lost.update(found.lost)
+            places = self._store.places_of(possible.keys)
+            plan, acting = self._worthwhile(possible, policy, places)
+            record.plan(plan, found, possible)
+            if cancel is not None and cancel.is_set():  # while the store was waited for
+                raise GenerationCancelledError("cancelled before the prefill")
             try:
-                value, token_ids, cache, stats = self._run_plan(ids, plan, kept, policy, call, room, cancel)
+                value, token_ids, cache, stats = self._run_plan(
+                    ids, plan, places, kept, acting, call, room, cancel, record
+                )
             except LostChunkError as error:
+                record.turn("plan")
+                record.lose(error.gone | error.silent, damaged=isinstance(error.__cause__, CorruptChunkError))
                 lost |= error.gone | error.silent
                 catalog.remove(error.gone)
                 continue
             if not plan.blended:
                 self._keep(prefixes, token_ids, cache, frequencies)
-            return value, replace(stats, misses=len(lost) + elsewhere)
+            elsewhere, declined = len(found.elsewhere), len(possible.keys - plan.keys)
+            return value, replace(stats, misses=len(lost) + elsewhere, misses_elsewhere=elsewhere, declined=declined)
 
     def _keep(
         self, prefixes: PrefixCache, token_ids: Sequence[int], cache: BlendCache, frequencies: torch.Tensor
@@ -147,10 +172,10 @@ class PromptRunner:
 
     def _plan(
         self, ids: np.ndarray, catalog: ChunkCatalog, policy: BlendPolicy, kept: int, lost: AbstractSet[str]
-    ) -> tuple[BlendPlan, int, Sequence[str]]:
-        """What to reuse; how many chunks are stored for another head; which could not be had besides the `lost`."""
+    ) -> tuple[BlendPlan, Findings]:
+        """What to reuse, and all that was found; what could not be had besides the `lost` is among it."""
         if not policy.reuse:
-            return BlendPlan(len(ids), ()), 0, []
+            return BlendPlan(len(ids), ()), Findings([], [], [], [])
         found = catalog.find(ids, without=lost)
         if found.elsewhere:
             logger.info(
@@ -165,54 +190,85 @@ class PromptRunner:
             exact = [match for match in whole if self._store.is_lossless(match.key)]
             inexact = [match for match in whole if match not in exact] if whole else found.prefix
             plan = plan_blend(len(ids), exact, [*inexact, *found.chunks], kept=kept)
-        return plan, len(found.elsewhere), found.lost
+        return plan, found
 
     def _run_plan(
         self,
         ids: np.ndarray,
         plan: BlendPlan,
+        places: Mapping[str, str],
         kept: Prefix,
         policy: BlendPolicy,
         call: Call[T],
         room: int,
         cancel: threading.Event | None,
+        record: TraceRecorder,
     ) -> tuple[T, Sequence[int], BlendCache, GenerationStats]:
         adapter = self._adapter
         if not plan.reuses:
             cache = BlendCache(adapter.num_layers, room)
             stats = GenerationStats(prompt_tokens=plan.num_tokens, fresh_tokens=plan.num_tokens)
+            record.turn("compute")
             value, token_ids = call(cache)
-            self._pace.learn(plan.num_tokens, cache.prefill_s)
+            self._control.learn_full(plan.num_tokens, cache.prefill_s)
             return value, token_ids, cache, stats
         angles = adapter.rotary.angles(plan.num_tokens, adapter.device)
+        record.turn("storage")
         with LayerPrefetcher(plan, self._store, adapter, angles, room, kept=kept.layers) as prefetcher:
-            chosen, source, charge = self._select(ids, plan, policy, prefetcher, cancel)
+            record.turn("select")
+            opened_at = time.perf_counter()
+            chosen, source, charge = self._select(ids, plan, policy, prefetcher, cancel, record)
             blend = BlendPass(adapter, plan, chosen, source, policy.acting_selector, policy.ratio, cancel)
             cache = BlendCache(adapter.num_layers, room, blend)
+            record.turn("compute")
             with adapter.packing(), adapter.layer_hooks(blend.before_layer, cache):
                 value, token_ids = call(cache)
+        record.recompute(blend.recomputed)
+        computing_s = cache.began_at - opened_at + cache.prefill_s - prefetcher.waited_s
+        work = self._control.cost.blend(plan, (blend.computed + charge) / adapter.num_layers, 0.0)
+        self._control.learn_blend(work, computing_s, prefetcher.fetches(places))
         return value, token_ids, cache, _stats_of(plan, blend, adapter.num_layers, charge, prefetcher.load_s)
+
+    def _worthwhile(
+        self, plan: BlendPlan, policy: BlendPolicy, places: Mapping[str, str]
+    ) -> tuple[BlendPlan, BlendPolicy]:
+        """As much of a plan as saves time, and a policy that lets the recompute last as long as the fetch."""
+        if policy.is_check:
+            return plan, policy
+        selector, num_layers = policy.acting_selector, self._adapter.num_layers
+
+        def work_of(candidate: BlendPlan) -> float:
+            return self._control.cost.blend(candidate, *expected_rows(candidate, selector, policy.ratio, num_layers))
+
+        plan = self._control.best(plan, places, work_of)
+        spare = self._control.spare_rows(plan, places, work_of) if policy.may_raise and plan.blended else 0
+        if not spare:
+            return plan, policy
+        chosen, _ = expected_rows(plan, selector, policy.ratio, num_layers)
+        return plan, replace(policy, ratio=min(_HIGHEST_RAISED_RATIO, (chosen + spare) / len(plan.reusable)))
 
     def _select(
         self,
         ids: np.ndarray,
         plan: BlendPlan,
         policy: BlendPolicy,
-        source: LayerPrefetcher,
+        prefetcher: LayerPrefetcher,
         cancel: threading.Event | None,
+        record: TraceRecorder,
     ) -> tuple[Positions, LayerSource, int]:
         """The tokens to recompute, where the stored rows are now, and the rows that choosing them has cost."""
-        selector = policy.acting_selector
+        selector, source = policy.acting_selector, record.awaited(prefetcher)
         if not isinstance(selector, AttentionSelector):
             return selector.select(plan, policy.ratio), source, 0
         if not len(plan.reusable):
             return plan.reusable, source, 0
         if not self._adapter.can_watch_attention:  # then what is known to be stale decides alone
             alike = np.ones(plan.num_tokens, dtype=np.float32)
-            return selector.select_by_attention(plan, policy.ratio, alike, source.staleness()), source, 0
+            return selector.select_by_attention(plan, policy.ratio, alike, prefetcher.staleness()), source, 0
         probe = ProbePass(self._adapter, plan, source, cancel)
         received, stored = probe.run(torch.from_numpy(ids).long()[None].to(self._adapter.device))
-        staleness = source.staleness()
+        record.look_ahead(received)
+        staleness = prefetcher.staleness()
         chosen = selector.select_by_attention(plan, policy.ratio, received, staleness)
         return chosen, stored, probe.computed
 

@@ -27,6 +27,7 @@ from rag_blend.generation import (
 )
 from rag_blend.models import cache_argument_of
 from rag_blend.runner import BlendPolicy
+from rag_blend.trace import TraceRecorder
 
 T = TypeVar("T")
 Call = Callable[[BlendCache | None], tuple[T, Sequence[int]]]
@@ -43,6 +44,7 @@ class Run(Protocol):
         room: int = 0,
         cancel: threading.Event | None = None,
         with_prefixes: bool = True,
+        record: TraceRecorder | None = None,
     ) -> tuple[T, GenerationStats]:
         """The value that `call` returned, and the prompt's stats without `ttft_s`."""
 
@@ -59,7 +61,7 @@ class Request:
         cancel: Ends it when set.
         streamer: Is handed the tokens as they come.
         kwargs: More arguments of ``model.generate``.
-        started: When the caller called, by `time.perf_counter`.
+        record: Is told what happens to the prompt, from the call on.
         outcome: The answer, for those who wait.
     """
 
@@ -70,7 +72,7 @@ class Request:
     cancel: threading.Event
     streamer: PieceStreamer | None
     kwargs: dict[str, Any]
-    started: float
+    record: TraceRecorder
     outcome: Future[Generation] = field(default_factory=Future)
 
 
@@ -125,7 +127,7 @@ class Server:
 
         only_steers = steers_only(request.kwargs)
         new_ids, stats = self._run(
-            request.ids, request.policy, call, request.max_new_tokens, request.cancel, only_steers
+            request.ids, request.policy, call, request.max_new_tokens, request.cancel, only_steers, request.record
         )
         return self._finished(request, new_ids, stats, clock.first_token_at)
 
@@ -141,6 +143,8 @@ class Server:
             begun.append((request, stats, row))
         if not begun:
             return
+        for request, _, _ in begun:
+            request.record.turn("compute")
         try:
             decode_together(self._model, self._tokenizer, [row for _, _, row in begun], begun[0][0].kwargs)
         except BaseException as error:
@@ -174,7 +178,8 @@ class Server:
             self.forward(request.ids, cache)
             return cache, request.ids.tolist()
 
-        cache, stats = self._run(request.ids, request.policy, call, 0, request.cancel)
+        cache, stats = self._run(request.ids, request.policy, call, 0, request.cancel, True, request.record)
+        request.record.turn("queue")  # for the others of the batch
         row = Row(request.ids, cache, request.max_new_tokens, request.stop, request.cancel, request.streamer)
         return stats, row
 
@@ -184,7 +189,8 @@ class Server:
         if request.cancel.is_set():
             raise GenerationCancelledError("cancelled")
         text = cut_at_stop(str(self._tokenizer.decode(new_ids, skip_special_tokens=True)), request.stop)
-        ttft_s = (first_token_at or time.perf_counter()) - request.started
-        generation = Generation(text, new_ids, replace(stats, ttft_s=ttft_s))
+        until = first_token_at or time.perf_counter()
+        trace = request.record.trace(request.ids, self._tokenizer, until)
+        generation = Generation(text, new_ids, replace(stats, ttft_s=until - request.record.started), trace)
         self._answered(request, generation)
         return generation

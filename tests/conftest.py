@@ -18,6 +18,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
 from rag_blend import BlendEngine
+from rag_blend.control import Controller
 
 settings.register_profile("repeatable", derandomize=True, deadline=None)
 settings.load_profile("repeatable")
@@ -162,6 +163,15 @@ def random_text(seed: int, num_words: int = 60) -> str:
 @pytest.fixture(scope="session")
 def tokenizer() -> PreTrainedTokenizerFast:
     return small_tokenizer()
+
+
+@pytest.fixture(autouse=True)
+def _whatever_it_takes(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Such small models compute prompts faster than they blend: nothing is declined, unless a test is about that."""
+    if "declines" not in request.keywords:
+        monkeypatch.setattr("rag_blend.engine.timed_prefills", lambda adapter: [])
+        monkeypatch.setattr(Controller, "best", lambda self, plan, places, work_of: plan)
+        monkeypatch.setattr(Controller, "spare_rows", lambda self, plan, places, work_of: 0)
 
 
 @pytest.fixture

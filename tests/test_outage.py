@@ -10,7 +10,7 @@ import torch
 from test_engine_storage import prompt_with
 
 from rag_blend import BlendEngine
-from rag_blend.pace import LONGEST_WAIT_S
+from rag_blend.control import LONGEST_WAIT_S
 from rag_blend.storage import EntryReader
 from rag_blend.storage.base import Bytes
 from rag_blend.storage.memory import MemoryBackend

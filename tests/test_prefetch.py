@@ -267,7 +267,7 @@ def test_leaving_stops_the_thread_and_closes_the_entries(
         assert open_entries() == 2
         for i in range(taken):
             prefetcher.layer(i)
-        assert len(reader_threads()) == 1
+        assert len(reader_threads()) == 1 or taken == LAYERS
         _ = 1 / 0
     assert reader_threads() == []
     assert open_entries() == 0

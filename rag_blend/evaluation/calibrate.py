@@ -133,7 +133,8 @@ def calibrate(
     """
     if not candidates or target_kl < 0.0 or not 0.0 <= target_agreement <= 1.0:
         raise ValueError("calibration needs candidates, a target KL of at least 0 and an agreement between 0 and 1")
-    engine_options["prefix_cache_bytes"] = 0  # each candidate must do its own work on the same prompts
+    # Each candidate must do its own work on the same prompts, worth its while or not.
+    engine_options |= {"prefix_cache_bytes": 0, "reuse_when": "possible"}
     with BlendEngine(model, tokenizer, storage, **engine_options) as engine, _cached(engine, cases, max_new_tokens):
         references = list(_references(engine, cases, max_new_tokens, progress))
         if not references:

@@ -82,7 +82,13 @@ def measure_codecs(
 
         def engine_on(backend: StorageBackend) -> BlendEngine:
             return stack.enter_context(
-                BlendEngine(model, tokenizer, backend, **policy.engine_arguments, prefix_cache_bytes=0)
+                BlendEngine(
+                    model,
+                    tokenizer,
+                    backend,
+                    **{"reuse_when": "possible", **policy.engine_arguments},
+                    prefix_cache_bytes=0,
+                )
             )
 
         source = open_storage(root / "computed")

@@ -89,7 +89,15 @@ def draw_figures(
     for cache, prime in CACHES.items():
         with (
             tempfile.TemporaryDirectory(dir=out) as storage,
-            BlendEngine(model, tokenizer, storage, prime=prime, kv_dtype=model.dtype, prefix_cache_bytes=0) as engine,
+            BlendEngine(
+                model,
+                tokenizer,
+                storage,
+                prime=prime,
+                kv_dtype=model.dtype,
+                prefix_cache_bytes=0,
+                reuse_when="possible",
+            ) as engine,
         ):
             engine.ingest(passages, head=head_ids(tokenizer))
             measured[cache] = measure(model, engine, tqdm(prompts, desc=f"deviation, {cache}", unit="prompt"))

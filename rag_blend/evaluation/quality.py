@@ -82,7 +82,13 @@ class QualityBench:
             groups = {policy.group: policy for policy in policies}
             self._engines = {
                 # Without kept prompts: a policy must not find what another one has computed of the same prompt.
-                group: BlendEngine(model, tokenizer, backend, **policy.engine_arguments, prefix_cache_bytes=0)
+                group: BlendEngine(
+                    model,
+                    tokenizer,
+                    backend,
+                    **{"reuse_when": "possible", **policy.engine_arguments},
+                    prefix_cache_bytes=0,
+                )
                 for group, policy in groups.items()
             }
             self._open = stack.pop_all()

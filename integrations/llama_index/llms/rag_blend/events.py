@@ -22,7 +22,9 @@ class BlendEvent(BaseEvent):
     completion_tokens: int
     recompute_ratio: float
     hits: int
+    declined: int
     misses: int
+    misses_elsewhere: int
     load_s: float
     ttft_s: float
     note: str
@@ -54,8 +56,10 @@ def explain(stats: GenerationStats, foreign_head: bool, full_prefill: bool) -> s
         )
     elif stats.misses:
         clauses.append(f"{stats.misses} cached chunks lie in the prompt, but were lost or stand behind another head")
-    elif stats.mode == "full":
+    elif stats.mode == "full" and not stats.declined:
         clauses.append("no cached chunk and no earlier prompt was found in the prompt")
+    if stats.declined:
+        clauses.append(f"{stats.declined} cached chunks were left alone, since computing them takes no longer")
     if stats.recomputed_tokens:
         clauses.append(f"{stats.recomputed_tokens} tokens of cached chunks were recomputed")
     if stats.mode != "full" and stats.fresh_tokens:
