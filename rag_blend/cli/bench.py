@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from rag_blend.cli.bench_speed import COMMANDS
+from rag_blend.cli.bench_speed_report import report
 from rag_blend.cli.bench_store import store
 from rag_blend.cli.codecs import codecs
 from rag_blend.cli.common import (
@@ -28,9 +31,9 @@ from rag_blend.errors import RagBlendError
 if TYPE_CHECKING:
     from rag_blend.evaluation import QualityReport
 
-bench = typer.Typer(help="Measurements against full prefill, and of storage.", no_args_is_help=True)
-bench.command()(codecs)
-bench.command()(store)
+bench = typer.Typer(help="Measurements: quality, speed, and storage.", no_args_is_help=True)
+for command in (*COMMANDS, report, codecs, store):
+    bench.command()(command)
 
 _POLICIES = ("published", "reuse", "default")
 # What fits a screen; quality.md has the rest.
@@ -71,7 +74,10 @@ def quality(
     dtype: DtypeOption = "float32",
     seed: Annotated[int, typer.Option(help="Of shuffling and made-up tasks.")] = 0,
 ) -> None:
-    """Compare policies with full prefill: KL, agreement, F1, abstentions, copying, time to first token."""
+    """Compare policies with full prefill: KL, agreement, F1, abstentions, copying, time to first token.
+
+    Example: rag-blend bench quality --model path/to/model --data questions.jsonl --policy published --policy default
+    """
     with user_errors():
         from rag_blend.evaluation import Policy, QualityBench
 
@@ -95,9 +101,13 @@ def figures(
     limit: Annotated[int, typer.Option(min=1, help="Cases per file.")] = 8,
     passages: Annotated[int, typer.Option(min=1, help="Passages per prompt.")] = 8,
     out: Annotated[Path, typer.Option(help="Where the figures go.", metavar="DIR")] = Path("figures"),
+    as_json: Annotated[bool, typer.Option("--json", help="Print the paths as JSON.")] = False,
     dtype: DtypeOption = "float32",
 ) -> None:
-    """Draw how KV caches and attention deviate from full prefill."""
+    """Draw how KV caches and attention deviate from full prefill.
+
+    Example: rag-blend bench figures --model path/to/model --data questions.jsonl --out figures
+    """
     with user_errors():
         from rag_blend.evaluation.figures import draw_figures
 
@@ -107,8 +117,11 @@ def figures(
             paths = draw_figures(loaded, tokenizer, cases, out)
         except ModuleNotFoundError as error:  # matplotlib's; the text says what to install
             raise RagBlendError(str(error)) from error
-        for path in paths:
-            typer.echo(str(path))
+        if as_json:
+            typer.echo(json.dumps({"figures": [str(path) for path in paths]}))
+        else:
+            for path in paths:
+                typer.echo(str(path))
 
 
 def _plots(report: QualityReport, out: Path) -> list[Path]:

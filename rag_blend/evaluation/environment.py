@@ -20,7 +20,14 @@ def environment_of(model: PreTrainedModel) -> dict[str, str]:
     return {
         "model": os.path.basename(os.path.normpath(name)),
         "dtype": str(model.dtype).removeprefix("torch."),
-        "device": _device_name(model.device),
+        **machine(model.device),
+    }
+
+
+def machine(device: torch.device) -> dict[str, str]:
+    """The machine and the versions, for what is measured without a model."""
+    return {
+        "device": _device_name(device),
         "threads": str(torch.get_num_threads()),
         "rag_blend": rag_blend.__version__,
         "torch": torch.__version__,

@@ -1,0 +1,33 @@
+"""``rag-blend bench report``: one page of all that was measured."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from rag_blend.cli.common import user_errors
+
+
+def report(
+    directories: Annotated[
+        list[Path], typer.Argument(help="The --out directories of benches, and of peers.", metavar="DIR...")
+    ],
+    out: Annotated[
+        Path | None, typer.Option(help="Write the page here, with plots in images beside it.", metavar="FILE")
+    ] = None,
+) -> None:
+    """Put the results of ttft, pipeline, throughput, ingest, match and of peers together, in Markdown.
+
+    Example: rag-blend bench report speed --out docs/benchmarks.md
+    """
+    with user_errors("bench"):
+        from rag_blend.evaluation.speed.page import page_of, read_results, write_page
+
+        results = read_results(directories)
+        if out is None:
+            typer.echo(page_of(results), nl=False)
+        else:
+            write_page(results, out)
+            typer.echo(str(out))
