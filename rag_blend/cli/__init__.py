@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
+import logging
+import os
+
 import typer
 
+from rag_blend.cli.ask import ask
 from rag_blend.cli.bench import bench
 from rag_blend.cli.calibrate import calibrate
+from rag_blend.cli.chat import chat
+from rag_blend.cli.demo import demo
 from rag_blend.cli.doctor import doctor
+from rag_blend.cli.estimate import estimate
+from rag_blend.cli.explain import explain
+from rag_blend.cli.ingest import ingest
 from rag_blend.cli.store import store
 
 app = typer.Typer(
@@ -15,14 +24,18 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-app.add_typer(bench, name="bench")
+for command in (demo, estimate, ingest, ask, chat, explain, doctor, calibrate):
+    app.command()(command)
 app.add_typer(store, name="store")
-app.command()(calibrate)
-app.command()(doctor)
+app.add_typer(bench, name="bench")
 
 
 def main() -> None:
     """Run the command line; the entry point of ``rag-blend``."""
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # libgomp's spinning costs 2-4x on a shared machine
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # what is read is small, and threads are for the model
+    # Before others do: wordllama and LlamaIndex's readers set up logging for the whole process when they are imported.
+    logging.basicConfig(level=logging.WARNING, format="rag-blend: %(message)s")
     app()
 
 

@@ -42,7 +42,10 @@ def calibrate(
     seed: Annotated[int, typer.Option(help="Of the questions about --documents.")] = 0,
     as_json: Annotated[bool, typer.Option("--json", help="Print everything as JSON instead of a table.")] = False,
 ) -> None:
-    """Choose the selector and ratio that engines with recompute_ratio="auto" use, by comparing with full prefill."""
+    """Choose the selector and ratio that engines with recompute_ratio="auto" use, by comparing with full prefill.
+
+    Example: rag-blend calibrate --model path/to/model --storage kv/ --documents docs/
+    """
     with user_errors():
         from rag_blend.evaluation import calibrate as find
 

@@ -40,7 +40,10 @@ def codecs(
     as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON instead of a table.")] = False,
     dtype: DtypeOption = "float32",
 ) -> None:
-    """Compare codecs of stored caches: size, speed, error, and answers against raw and against full prefill."""
+    """Compare codecs of stored caches: size, speed, error, and answers against raw and against full prefill.
+
+    Example: rag-blend bench codecs --model path/to/model --data questions.jsonl --codec raw --codec int8
+    """
     with user_errors():
         from rag_blend.evaluation.codecs import measure_codecs
         from rag_blend.evaluation.policies import Policy

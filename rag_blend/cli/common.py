@@ -31,13 +31,26 @@ DtypeOption = Annotated[str, typer.Option("--dtype", help=f"What the model compu
 
 
 @contextlib.contextmanager
-def user_errors() -> Iterator[None]:
-    """What a user can do something about becomes one line and exit status 2; anything else is a bug and says where."""
+def user_errors(extra: str | None = None) -> Iterator[None]:
+    """What a user can do something about becomes one line and exit status 2; anything else is a bug and says where.
+
+    Args:
+        extra: What to install when a module is missing whose own error does not say so.
+    """
     try:
         yield
     except (RagBlendError, OSError, ValueError) as error:
-        typer.echo(f"rag-blend: {' '.join(str(error).split())}", err=True)
-        raise typer.Exit(2) from None
+        complaint = str(error)
+    except ModuleNotFoundError as error:
+        complaint = str(error)
+        if "pip install" not in complaint:
+            if extra is None:
+                raise
+            complaint += f': pip install "rag-blend[{extra}]"'
+    else:
+        return
+    typer.echo(f"rag-blend: {' '.join(complaint.split())}", err=True)
+    raise typer.Exit(2)
 
 
 def task_names(text: str) -> list[str]:
@@ -93,8 +106,7 @@ def load_model(path: Path, dtype: str | None) -> tuple[Any, Any]:
     """
     if not path.is_dir():
         raise FileNotFoundError(f"there is no model directory {str(path)!r}")
-    if dtype is not None and dtype not in _DTYPES:
-        raise ValueError(f"unknown dtype {dtype!r}; known: {', '.join(_DTYPES)}")
+    checked_dtype(dtype)
     import torch
     from transformers.utils.logging import disable_progress_bar
 
@@ -102,6 +114,17 @@ def load_model(path: Path, dtype: str | None) -> tuple[Any, Any]:
 
     disable_progress_bar()  # of loading weights: noise between our own
     return load(path, dtype=getattr(torch, dtype) if dtype else None)
+
+
+def checked_dtype(dtype: str | None) -> str | None:
+    """The same name.
+
+    Raises:
+        ValueError: It is none of those that models compute in.
+    """
+    if dtype is not None and dtype not in _DTYPES:
+        raise ValueError(f"unknown dtype {dtype!r}; known: {', '.join(_DTYPES)}")
+    return dtype
 
 
 def console_of() -> Console:

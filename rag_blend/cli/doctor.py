@@ -27,7 +27,10 @@ def doctor(
     dtype: Annotated[str | None, typer.Option(help="What the model computes in; default: as the engine.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print everything as JSON instead of a table.")] = False,
 ) -> None:
-    """Load a model, try out whether it can be blended, and say what its caches take."""
+    """Load a model, try out whether it can be blended, and say what its caches take.
+
+    The exit status is 1 if it cannot be blended. Example: rag-blend doctor path/to/model
+    """
     with user_errors():
         if storage is not None and not storage.is_dir():
             raise FileNotFoundError(f"there is no store {str(storage)!r}")
@@ -41,6 +44,8 @@ def doctor(
             typer.echo(json.dumps({**asdict(report), "gib_per_million_tokens": report.gib_per_million_tokens}))
         else:
             _show(report, storage)
+    if report.mode != "blend":
+        raise typer.Exit(1)
 
 
 def _show(report: ModelReport, storage: Path | None) -> None:

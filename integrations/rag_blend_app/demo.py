@@ -1,19 +1,9 @@
-"""A question over real documents, answered four times by the same model: see how much faster blending is.
-
-Run it with `make demo`; `DOCS=some/directory make demo` takes your own .txt, .md and .rst files.
-"""
+"""A question over real documents, answered four times by the same model: see how much faster blending is."""
 
 from __future__ import annotations
 
-import os
-
-os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # libgomp's spinning costs 2-4x on a shared machine
-
 import hashlib
-import logging
 import statistics
-import sys
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,8 +11,6 @@ from typing import Any
 
 import faiss
 import torch
-from corpus import QUESTIONS, Doc, load_documents, questions_for
-from embedding import WordLlamaEmbedding
 from llama_index.core import Document, StorageContext, VectorStoreIndex
 from llama_index.core.node_parser import SentenceSplitter
 from llama_index.core.schema import MetadataMode
@@ -33,18 +21,16 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 from transformers import AutoModelForCausalLM, AutoTokenizer, LogitsProcessor, PreTrainedModel
-from transformers.utils.logging import disable_progress_bar
 
 from rag_blend import BlendEngine, Generation
-from rag_blend.demo import demo_model_dir
+from rag_blend_app.corpus import QUESTIONS, Doc, load_documents, questions_for
+from rag_blend_app.embedding import WordLlamaEmbedding
 
 CHUNK_TOKENS = 512
 CHUNKS_PER_PROMPT = 4
 ANSWER_TOKENS = 32
 HEADS = 'rag_blend, selector="heads"'
 POLICIES = ("full prefill", "CacheBlend as published", "rag_blend", HEADS)
-
-console = Console(width=100)
 
 
 @dataclass
@@ -61,6 +47,7 @@ class FirstLogits(LogitsProcessor):
     taken: torch.Tensor
 
     def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor) -> torch.FloatTensor:
+        """Keep the first ones."""
         if not hasattr(self, "taken"):
             self.taken = scores[0].clone()
         return scores
@@ -73,43 +60,53 @@ class RecordingEngine(BlendEngine):
     answer: Answer
 
     def generate(self, prompt: str | Sequence[int], *args: Any, **kwargs: Any) -> Generation:
+        """Like `BlendEngine.generate`."""
         first = FirstLogits()
         generation = super().generate(prompt, *args, **kwargs, logits_processor=[first])
         self.prompt, self.answer = prompt, Answer(generation, first.taken)
         return generation
 
 
-def main() -> None:
-    logging.basicConfig(level=logging.WARNING, format="%(message)s")
-    disable_progress_bar()
-    own = os.environ.get("DOCS")
-    try:
-        documents = load_documents(Path(own) if own else None)
-    except OSError as error:
-        sys.exit(f"{error}\nDOCS must name a directory of .txt, .md or .rst files.")
-    model_dir = demo_model_dir()
+def run(model_dir: Path, own: Path | None, storage: Path, console: Console) -> list[dict[str, Answer]]:
+    """Index documents, ask about them, show what comes.
+
+    Args:
+        model_dir: Directory of the model.
+        own: A directory of texts; None: the Python language reference.
+        storage: Where KV caches are kept, in a directory of its own for each collection.
+        console: Where it is shown.
+
+    Returns:
+        For every question, the answer in each of `POLICIES`.
+
+    Raises:
+        OSError: There are no documents.
+    """
+    documents = load_documents(own)
     tokenizer = AutoTokenizer.from_pretrained(model_dir)
     model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32, attn_implementation="sdpa")
     tokens = sum(len(tokenizer.encode(doc.text, verbose=False)) for doc in documents)
     console.print(
         f"[bold]{len(documents)} documents, {tokens:,} tokens[/], from {own or 'the Python language reference'}; "
-        f"model SmolLM2-135M-Instruct, float32, {torch.get_num_threads()} threads"
+        f"model {model_dir.name}, float32, {torch.get_num_threads()} threads"
     )
-    ours, published = make_engines(model, tokenizer, documents)
+    ours, published = make_engines(model, tokenizer, storage / _name_of(documents))
     with ours, published:
         index = build_index(documents, tokenizer)
         llm = BlendLLM(engine=ours, max_new_tokens=ANSWER_TOKENS, generate_kwargs={"do_sample": False})
-        ingest(llm, index)
-        rows = [
-            ask(question, index, llm, ours, published) for question in (questions_for(documents) if own else QUESTIONS)
-        ]
-    summarise(rows)
+        ingest(llm, index, console)
+        questions = questions_for(documents) if own else QUESTIONS
+        rows = [ask(question, index, llm, ours, published, console) for question in questions]
+    show_medians(rows, console)
+    return rows
 
 
-def make_engines(model: PreTrainedModel, tokenizer: Any, documents: list[Doc]) -> tuple[RecordingEngine, BlendEngine]:
+def _name_of(documents: list[Doc]) -> str:
+    return hashlib.sha256("\n".join(doc.title for doc in documents).encode()).hexdigest()[:12]
+
+
+def make_engines(model: PreTrainedModel, tokenizer: Any, storage: Path) -> tuple[RecordingEngine, BlendEngine]:
     """On one model and one store: our default, and CacheBlend as published (hkvd, 15 %, unprimed)."""
-    titles = hashlib.sha256("\n".join(doc.title for doc in documents).encode()).hexdigest()[:12]
-    storage = Path(".demo") / "kv" / titles
     # Nothing is taken from earlier prompts: each way of answering is to do its own work.
     ours = RecordingEngine(model, tokenizer, storage, prefix_cache_bytes=0)
     published = BlendEngine(
@@ -133,8 +130,9 @@ def build_index(documents: list[Doc], tokenizer: Any) -> VectorStoreIndex:
     )
 
 
-def ingest(llm: BlendLLM, index: VectorStoreIndex) -> None:
-    report = llm.attach(index)
+def ingest(llm: BlendLLM, index: VectorStoreIndex, console: Console) -> None:
+    """Prefill the chunks of the index."""
+    report = llm.attach(index, show_progress=not console.quiet)
     if report.chunks:
         console.print(
             f"[bold]Indexed[/]: {report.chunks} chunks prefilled once, in {report.seconds:.0f} s "
@@ -145,7 +143,12 @@ def ingest(llm: BlendLLM, index: VectorStoreIndex) -> None:
 
 
 def ask(
-    question: str, index: VectorStoreIndex, llm: BlendLLM, ours: RecordingEngine, published: BlendEngine
+    question: str,
+    index: VectorStoreIndex,
+    llm: BlendLLM,
+    ours: RecordingEngine,
+    published: BlendEngine,
+    console: Console,
 ) -> dict[str, Answer]:
     """Let the query engine ask; answer its very prompt in the other ways as well; show all."""
     response = index.as_query_engine(llm=llm, similarity_top_k=CHUNKS_PER_PROMPT).query(question)
@@ -157,11 +160,12 @@ def ask(
         "rag_blend": ours.answer,
         HEADS: answer(ours, ours.prompt, selector="heads"),
     }
-    show(question, answers)
+    show(question, answers, console)
     return answers
 
 
 def answer(engine: BlendEngine, prompt: str | Sequence[int], **how: Any) -> Answer:
+    """Answer a prompt without being recorded."""
     first = FirstLogits()
     generation = BlendEngine.generate(  # not the recording one
         engine, prompt, ANSWER_TOKENS, add_special_tokens=False, do_sample=False, logits_processor=[first], **how
@@ -170,6 +174,7 @@ def answer(engine: BlendEngine, prompt: str | Sequence[int], **how: Any) -> Answ
 
 
 def numbers_table(title: str, *columns: str) -> Table:
+    """A table of numbers; its first column says of what."""
     table = Table(title=title, title_justify="left", title_style="", box=box.SIMPLE_HEAD)
     table.add_column("")
     for column in columns:
@@ -184,7 +189,8 @@ def kl(full: torch.Tensor, other: torch.Tensor) -> float:
     )
 
 
-def show(question: str, answers: dict[str, Answer]) -> None:
+def show(question: str, answers: dict[str, Answer], console: Console) -> None:
+    """Figures and texts of the answers to one question."""
     full = answers["full prefill"]
     table = numbers_table(f"\n[bold]{escape(question)}[/]", "TTFT", "gain", "KL", "reused", "recomputed", "fresh")
     for name, result in answers.items():
@@ -203,24 +209,35 @@ def show(question: str, answers: dict[str, Answer]) -> None:
         console.print(f"  [cyan]{name}:[/] {escape(' '.join(result.generation.text.split()))}")
 
 
-def summarise(rows: list[dict[str, Answer]]) -> None:
+def medians(rows: list[dict[str, Answer]]) -> dict[str, dict[str, float]]:
+    """Per policy, over the questions: prompt tokens, seconds to the first token, gain, KL, share recomputed."""
+    return {name: _medians_of(name, rows) for name in POLICIES}
+
+
+def _medians_of(name: str, rows: list[dict[str, Answer]]) -> dict[str, float]:
+    stats = [row[name].generation.stats for row in rows]
+    full = [row["full prefill"] for row in rows]
+    measured: dict[str, list[float]] = {
+        "prompt_tokens": [s.prompt_tokens for s in stats],
+        "ttft_s": [s.ttft_s for s in stats],
+        "gain": [base.generation.stats.ttft_s / s.ttft_s for base, s in zip(full, stats, strict=True)],
+        "kl": [kl(base.logits, row[name].logits) for base, row in zip(full, rows, strict=True)],
+        "recompute_ratio": [s.recompute_ratio for s in stats],
+    }
+    return {what: statistics.median(values) for what, values in measured.items()}
+
+
+def show_medians(rows: list[dict[str, Answer]], console: Console) -> None:
+    """The last table."""
     title = f"\n[bold]Medians over {len(rows)} questions[/] (recomputed: a selector's own passes are charged)"
     table = numbers_table(title, "prompt tokens", "TTFT", "gain", "KL of first token", "recomputed")
-    for name in POLICIES:
-        stats = [row[name].generation.stats for row in rows]
-        gains = [row["full prefill"].generation.stats.ttft_s / row[name].generation.stats.ttft_s for row in rows]
+    for name, median in medians(rows).items():
         table.add_row(
             name,
-            f"{statistics.median(s.prompt_tokens for s in stats):.0f}",
-            f"{statistics.median(s.ttft_s for s in stats):.2f} s",
-            f"{statistics.median(gains):.1f}x",
-            f"{statistics.median(kl(row['full prefill'].logits, row[name].logits) for row in rows):.4f}",
-            "-" if name == "full prefill" else f"{statistics.median(s.recompute_ratio for s in stats):.1%}",
+            f"{median['prompt_tokens']:.0f}",
+            f"{median['ttft_s']:.2f} s",
+            f"{median['gain']:.1f}x",
+            f"{median['kl']:.4f}",
+            "-" if name == "full prefill" else f"{median['recompute_ratio']:.1%}",
         )
     console.print(table)
-
-
-if __name__ == "__main__":
-    started = time.perf_counter()
-    main()
-    console.print(f"{time.perf_counter() - started:.0f} s in all")

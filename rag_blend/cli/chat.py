@@ -1,0 +1,89 @@
+"""``rag-blend chat``: questions to a collection, one after the other."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from rag_blend.cli.collection import (
+    NO_HITS,
+    IndexOption,
+    MovedModelOption,
+    OwnDtypeOption,
+    StoreOption,
+    TokensOption,
+    TopKOption,
+    conversation_with,
+    figures_of,
+    record_of,
+    short,
+)
+from rag_blend.cli.common import user_errors
+
+if TYPE_CHECKING:
+    from rag_blend_app.conversation import Conversation
+
+
+def chat(
+    store: StoreOption = "kv",
+    index: IndexOption = None,
+    model: MovedModelOption = None,
+    top_k: TopKOption = 4,
+    max_new_tokens: TokensOption = 256,
+    dtype: OwnDtypeOption = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print a line of JSON per answer.")] = False,
+) -> None:
+    """Like ask, again and again, with the conversation in mind. An empty line or Ctrl-D ends it, Ctrl-C an answer.
+
+    Questions may also be piped in, one a line.
+
+    Example: rag-blend chat --store kv
+    """
+    with user_errors("app"), conversation_with(store, index, model, top_k, max_new_tokens, dtype) as conversation:
+        for question in _questions():
+            try:
+                _turn(conversation, question, as_json)
+            except KeyboardInterrupt:
+                typer.echo(" (stopped)")
+
+
+def _questions() -> Iterator[str]:
+    """From the terminal, with editing; or from a pipe."""
+    if not _at_a_terminal():
+        yield from filter(None, map(str.strip, sys.stdin))
+        return
+    import readline  # noqa: F401  # input() then has keys that move and a history
+
+    while question := _typed():
+        yield question
+
+
+def _at_a_terminal() -> bool:
+    return sys.stdin.isatty()
+
+
+def _typed() -> str:
+    try:
+        return input("> ").strip()
+    except (EOFError, KeyboardInterrupt):
+        typer.echo()
+        return ""
+
+
+def _turn(conversation: Conversation, question: str, as_json: bool) -> None:
+    reply = conversation.look_up(question)
+    if not reply.sources:
+        typer.echo(f"rag-blend: {NO_HITS}", err=True)
+        return
+    for piece in conversation.answer(reply):
+        if not as_json:
+            typer.echo(piece, nl=False)
+    if as_json:
+        typer.echo(json.dumps(record_of(reply)))
+        return
+    names = ", ".join(dict.fromkeys(short(source.document) for source in reply.sources))
+    typer.secho(f"\n[{names}; {figures_of(reply)}]\n", dim=True)

@@ -1,0 +1,87 @@
+"""``rag-blend estimate``: disk and time, before anything is ingested."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from typing import Annotated
+
+import typer
+
+from rag_blend.cli.bill import Bill, bill_of, bytes_per_token
+from rag_blend.cli.collection import ChunkOption, CodecOption, OwnDtypeOption, PathsArgument, read_documents
+from rag_blend.cli.common import checked_dtype, user_errors
+
+_SAMPLE_TOKENS = 2048  # prefilled to see how fast it goes
+
+
+def estimate(
+    paths: PathsArgument,
+    model: Annotated[str, typer.Option("--model", metavar="MODEL", help="Directory or hub id.")],
+    chunk_tokens: ChunkOption = None,
+    codec: CodecOption = "raw",
+    measure: Annotated[bool, typer.Option("--time/--no-time", help="Load the model and time a short prefill.")] = True,
+    dtype: OwnDtypeOption = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Say what ingesting documents would take: tokens, chunks, disk, and time. Nothing is stored.
+
+    The exit status is 1 if a file could not be read; the figures are of the others.
+
+    Example: rag-blend estimate docs/ --model HuggingFaceTB/SmolLM2-1.7B-Instruct --no-time
+    """
+    with user_errors("app"):
+        from rag_blend_app.collection import CHUNK_TOKENS, Facts, split
+        from rag_blend_app.llm import llm_for
+
+        dtype = checked_dtype(dtype)
+        facts = Facts(model, chunk_tokens=chunk_tokens or CHUNK_TOKENS)
+        tokenizer = llm_for(facts, "").tokenizer
+        token_bytes = bytes_per_token(model, codec)
+        reading = read_documents(paths, progress=not as_json)
+        texts = [node.get_content().strip() for node in split(reading.documents, facts)]
+        bill = bill_of(texts, tokenizer, token_bytes)
+        speed = _tokens_per_second(texts, tokenizer, model, dtype) if measure else None
+        if as_json:
+            seconds = None if speed is None else bill.tokens / speed
+            found = {"documents": len(reading.documents), **asdict(bill), "tokens_per_s": speed, "seconds": seconds}
+            typer.echo(json.dumps({**found, "unread": reading.unread}))
+        else:
+            _show(len(reading.documents), bill, codec, speed)
+    if reading.unread:
+        raise typer.Exit(1)
+
+
+def _tokens_per_second(
+    texts: Sequence[str], tokenizer: Callable[[str], list[int]], model: str, dtype: str | None
+) -> float | None:
+    """How fast chunks are ingested, priming included; None if all are too short to be."""
+    from rag_blend import BlendEngine
+
+    sample: list[str] = []
+    tokens = 0
+    for text in texts:
+        sample.append(text)
+        tokens += len(tokenizer(text))
+        if tokens >= _SAMPLE_TOKENS:
+            break
+    with BlendEngine.from_pretrained(model, storage=None, recompute_ratio=None, dtype=dtype) as engine:
+        report = engine.ingest(sample, progress=False)
+    return report.tokens / report.seconds if report.tokens else None
+
+
+def _show(num_documents: int, bill: Bill, codec: str, speed: float | None) -> None:
+    from rag_blend.sizes import format_bytes
+
+    typer.echo(f"{num_documents:,} documents, {bill.chunks:,} chunks, {bill.tokens:,} tokens")
+    typer.echo(f"disk: about {format_bytes(bill.bytes)}, {format_bytes(bill.bytes / bill.tokens)} per token ({codec})")
+    if speed is not None:
+        typer.echo(f"time: about {_duration(bill.tokens / speed)} here, at {speed:,.0f} tokens/s")
+
+
+def _duration(seconds: float) -> str:
+    for unit, length in (("h", 3600), ("min", 60)):
+        if seconds >= 2 * length:
+            return f"{seconds / length:.1f} {unit}"
+    return f"{seconds:.0f} s"
