@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from types import TracebackType
@@ -20,6 +20,7 @@ from rag_blend.patience import HangingStoreError, fulfil
 from rag_blend.plan import BlendPlan
 from rag_blend.rope import Angles
 from rag_blend.store import KVStore, StoredChunk
+from rag_blend.streams import CopyLane
 
 
 class LostChunkError(Exception):
@@ -74,6 +75,7 @@ class LayerPrefetcher:
         self._capacity = plan.num_tokens + room
         shape = (1, adapter.num_kv_heads, plan.num_tokens, adapter.head_dim)
         self._unrotated = torch.zeros(shape, device=self._device)  # one layer's keys, float32; only the reader uses it
+        self._lane = CopyLane(self._device)
         self._slots = threading.Semaphore(depth)
         self._stopped = threading.Event()
         self.load_s = 0.0  # time spent reading and preparing, in whatever thread
@@ -86,7 +88,7 @@ class LayerPrefetcher:
         start = time.perf_counter()
         self._chunks = self._open_all()
         self._opened_s = time.perf_counter() - start
-        self._layers: list[Future[LayerKV]] = [Future() for _ in range(adapter.num_layers)]
+        self._layers: list[Future[tuple[LayerKV, Callable[[], None]]]] = [Future() for _ in range(adapter.num_layers)]
         self._news = 0  # grows as long as the store answers
         self._end: Future[None] = Future()
         # A daemon, for it may be left behind: no process shall wait for a store that hangs in order to end.
@@ -105,7 +107,7 @@ class LayerPrefetcher:
         """
         start = time.perf_counter()
         try:
-            kv = self._patience.wait(self._layers[layer_idx], lambda: self._news)
+            kv, take_over = self._patience.wait(self._layers[layer_idx], lambda: self._news)
         except HangingStoreError as error:
             self._patience.give_up(self._end)
             for key in self._plan.keys:
@@ -114,6 +116,7 @@ class LayerPrefetcher:
         finally:
             self.waited_s += time.perf_counter() - start
         self._slots.release()
+        take_over()
         return kv
 
     def fetches(self, places: Mapping[str, str]) -> Iterator[tuple[str, int, float]]:
@@ -171,15 +174,16 @@ class LayerPrefetcher:
                 fulfil(future, partial(self._load, layer_idx))
         self._end.set_result(None)
 
-    def _load(self, layer_idx: int) -> LayerKV:
+    def _load(self, layer_idx: int) -> tuple[LayerKV, Callable[[], None]]:
         self._slots.acquire()
         if self._stopped.is_set():
             raise RuntimeError("the prefetcher was closed")
         start = time.perf_counter()
-        with torch.no_grad():
+        with torch.no_grad(), self._lane.working():
             kv = self._assemble(layer_idx)
+            take_over = self._lane.hand_over(kv)
         self.load_s += time.perf_counter() - start
-        return kv
+        return kv, take_over
 
     def _assemble(self, layer_idx: int) -> LayerKV:
         heads, head_dim = self._adapter.num_kv_heads, self._adapter.head_dim
@@ -216,7 +220,8 @@ class LayerPrefetcher:
             self._store.count_unavailable(chunk.key, error)
             raise LostChunkError(silent=[chunk.key]) from error
         self._news += 1
-        return LayerKV(kv.keys.to(self._device), kv.values.to(self._device))
+        with self._lane.working():  # also in a thread of the pool
+            return LayerKV(*map(self._lane.bring, kv))
 
     def close(self) -> None:
         """Stop reading and release the entries; if the store hangs, as soon as it answers."""
