@@ -11,7 +11,7 @@ import copy
 import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 import numpy as np
@@ -165,14 +165,14 @@ class _States(_Kind):
         """See `_Kind`."""
         if any(len(tensor) > 1 for tensor in _tensors_of(cache)):  # beams
             return NOTHING
-        return _Whole(token_ids, (), _ANY_LENGTH, cache)
+        return _Whole(token_ids, (), _ANY_LENGTH, cache=cache)
 
 
 @dataclass(frozen=True, slots=True)
 class _Whole(Prefix):
     """A beginning that cannot be cut."""
 
-    cache: Cache
+    cache: Cache = field(kw_only=True)
 
     @property
     def num_bytes(self) -> int:
@@ -186,7 +186,7 @@ class _Whole(Prefix):
         return self if num_tokens >= len(self) else NOTHING
 
     def copy(self) -> Prefix:
-        return _Whole(self.token_ids.copy(), (), self.frequencies, copy.deepcopy(self.cache))
+        return replace(self, token_ids=self.token_ids.copy(), cache=copy.deepcopy(self.cache))
 
 
 def _tensors_of(cache: Cache) -> Iterator[torch.Tensor]:

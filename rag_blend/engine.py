@@ -124,8 +124,8 @@ class BlendEngine:
         reuse_when: ``"faster"``: stored chunks are left alone where computing them is expected to take no longer, as
             for short prompts or a slow store. ``"possible"``: they are always used.
         max_batch: How many requests that wait for the model are decoded together at most; 1: each alone.
-        prefix_cache_bytes: Memory in which prompts that were prefilled exactly stay, with their answers: a later
-            prompt that begins the same (asked again, or the next turn of a chat) goes on from there. 0: none stays.
+        prefix_cache_bytes: Memory in which answered prompts stay, with their answers: a later prompt that begins the
+            same (asked again, or the next turn of a chat) goes on from there. 0: none stays.
 
     Raises:
         UnsupportedModelError: The model cannot be blended correctly.
@@ -742,7 +742,8 @@ class BlendEngine:
             record.plan(plan, Findings([], [], [], []), plan)
             return value, stats
         runner = PromptRunner(self._adapter, self._store, self._control, self._prefixes if with_prefixes else None)
-        return runner.run(ids, self._catalog, policy, call, room, cancel, record)
+        # A blend is kept of what is answered alone: copying it would hold up the others of a batch.
+        return runner.run(ids, self._catalog, policy, call, room, cancel, record, keep_blend=room > 0)
 
 
 def _controller_for(adapter: ModelAdapter, reuse_when: ReuseWhen) -> Controller:

@@ -150,7 +150,7 @@ def _chunk_table(trace: Trace) -> str:
     if trace.kept:
         cells = (
             "",
-            "hit, exact: an earlier prompt",
+            f"hit, {'exact' if trace.kinds[0] == Kind.PREFIX else 'blended'}: an earlier prompt",
             _place(0, trace.kept),
             "",
             "0",

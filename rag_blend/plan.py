@@ -47,12 +47,14 @@ class BlendPlan:
     Attributes:
         num_tokens: Length of the prompt.
         segments: What stored chunks cover, in order and without overlap.
-        kept: So many tokens at the start, in front of all segments, are those of an earlier prompt: exact.
+        kept: So many tokens at the start, in front of all segments, are those of an earlier prompt.
+        kept_exact: They were prefilled exactly; otherwise that prompt was blended.
     """
 
     num_tokens: int
     segments: tuple[Segment, ...]
     kept: int = 0
+    kept_exact: bool = True
 
     @property
     def reuses(self) -> bool:
@@ -60,9 +62,14 @@ class BlendPlan:
         return bool(self.kept or self.segments)
 
     @property
+    def is_exact(self) -> bool:
+        """Whether nothing in it is an approximation."""
+        return self.kept_exact and not self.blended
+
+    @property
     def exact_tokens(self) -> int:
         """Tokens reused without any approximation."""
-        return self.kept + sum(len(s) for s in self.segments if s.exact)
+        return sum(len(s) for s in self.segments if s.exact) + (self.kept if self.kept_exact else 0)
 
     @property
     def blended(self) -> tuple[Segment, ...]:
@@ -100,7 +107,12 @@ def positions_of(segments: Iterable[Segment]) -> Positions:
 
 
 def plan_blend(
-    num_tokens: int, prefix: Sequence[Match], chunks: Sequence[Match], min_tokens: int = 16, kept: int = 0
+    num_tokens: int,
+    prefix: Sequence[Match],
+    chunks: Sequence[Match],
+    min_tokens: int = 16,
+    kept: int = 0,
+    kept_exact: bool = True,
 ) -> BlendPlan:
     """Lay out a prompt.
 
@@ -110,6 +122,7 @@ def plan_blend(
         chunks: Other matches; where they overlap an exact one they are trimmed to what is left.
         min_tokens: Shorter remainders are not worth a segment.
         kept: Tokens at the start that come from an earlier prompt; matches are trimmed to what is behind them.
+        kept_exact: Whether they are exact; if not, nothing behind them is.
 
     Returns:
         The plan. The prompt's last token is never reused: its logits are what the prefill is for.
@@ -123,8 +136,9 @@ def plan_blend(
         for start, end in _free_runs(taken, match.start, match.end):
             if end - start >= least:
                 taken[start:end] = True
-                segments.append(Segment(start, end, match.key, match.offset + start - match.start, exact))
-    return BlendPlan(num_tokens, tuple(sorted(segments, key=lambda s: s.start)), kept)
+                is_exact = exact and kept_exact
+                segments.append(Segment(start, end, match.key, match.offset + start - match.start, is_exact))
+    return BlendPlan(num_tokens, tuple(sorted(segments, key=lambda s: s.start)), kept, kept_exact)
 
 
 def _free_runs(taken: npt.NDArray[np.bool_], start: int, end: int) -> list[tuple[int, int]]:

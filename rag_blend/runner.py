@@ -78,6 +78,11 @@ class BlendPolicy:
         return not self.reuse or self.recomputes_everything
 
     @property
+    def recipe(self) -> str:
+        """Tells two policies apart that may choose other tokens."""
+        return f"{type(self.selector).__qualname__} {sorted(vars(self.selector).items())} {self.ratio}"
+
+    @property
     def acting_selector(self) -> TokenSelector:
         """The selector that does it."""
         return AllSelector() if self.recomputes_everything else self.selector
@@ -110,6 +115,7 @@ class PromptRunner:
         room: int = 0,
         cancel: threading.Event | None = None,
         record: TraceRecorder | None = None,
+        keep_blend: bool = False,
     ) -> tuple[T, GenerationStats]:
         """Let `call` run the model over a prompt with a cache that blends.
 
@@ -122,6 +128,7 @@ class PromptRunner:
             room: How many tokens will be decoded.
             cancel: Checked before each layer.
             record: Is told what happens.
+            keep_blend: Keep the prompt even if it was blended.
 
         Returns:
             The value that `call` returned, and the prompt's stats without `ttft_s`.
@@ -130,11 +137,11 @@ class PromptRunner:
         record.turn("plan")
         prefixes = PrefixCache(0) if policy.is_check else self._prefixes
         frequencies = self._adapter.rotary.frequencies(len(ids), self._adapter.device)
-        kept = prefixes.find(ids, frequencies)
+        kept = prefixes.find(ids, frequencies, policy.recipe)
         self._store.backend.limit_calls(self._control.wait_for(len(ids)))
         lost: set[str] = set()
         while True:
-            possible, found = self._plan(ids, catalog, policy, len(kept), lost)
+            possible, found = self._plan(ids, catalog, policy, kept, lost)
             lost.update(found.lost)
             places = self._store.places_of(possible.keys)
             plan, acting = self._worthwhile(possible, policy, places)
@@ -151,27 +158,27 @@ class PromptRunner:
                 lost |= error.gone | error.silent
                 catalog.remove(error.gone)
                 continue
-            if not plan.blended:
-                self._keep(prefixes, token_ids, cache, frequencies)
+            if plan.is_exact:
+                self._keep(prefixes, token_ids, cache, Prefix(ids, (), frequencies))
+            elif keep_blend:
+                self._keep(prefixes, token_ids, cache, Prefix(ids, (), frequencies, policy.recipe, len(ids) - 1))
             elsewhere, declined = len(found.elsewhere), len(possible.keys - plan.keys)
             return value, replace(stats, misses=len(lost) + elsewhere, misses_elsewhere=elsewhere, declined=declined)
 
-    def _keep(
-        self, prefixes: PrefixCache, token_ids: Sequence[int], cache: BlendCache, frequencies: torch.Tensor
-    ) -> None:
+    def _keep(self, prefixes: PrefixCache, token_ids: Sequence[int], cache: BlendCache, prompt: Prefix) -> None:
         """Keep what the cache holds of a prompt and its answer, if it is just that."""
         length = cache.get_seq_length()
         if not 0 <= len(token_ids) - length <= 1:  # an answer's last token has no row; assisted decoding may have more
             return
-        if not torch.equal(frequencies, self._adapter.rotary.frequencies(length, self._adapter.device)):
+        if not torch.equal(prompt.frequencies, self._adapter.rotary.frequencies(length, self._adapter.device)):
             return  # the answer has made the prompt so long that its rows have other angles
         layers = [kv_of(cache, layer_idx) for layer_idx in range(self._adapter.num_layers)]
         if len(layers[0].keys) == 1:  # beams are several
             rows = [LayerKV(kv.keys[0], kv.values[0]) for kv in layers]
-            prefixes.keep(Prefix(np.asarray(token_ids[:length], dtype=np.int32), rows, frequencies))
+            prefixes.keep(replace(prompt, token_ids=np.asarray(token_ids[:length], dtype=np.int32), layers=rows))
 
     def _plan(
-        self, ids: np.ndarray, catalog: ChunkCatalog, policy: BlendPolicy, kept: int, lost: AbstractSet[str]
+        self, ids: np.ndarray, catalog: ChunkCatalog, policy: BlendPolicy, kept: Prefix, lost: AbstractSet[str]
     ) -> tuple[BlendPlan, Findings]:
         """What to reuse, and all that was found; what could not be had besides the `lost` is among it."""
         if not policy.reuse:
@@ -189,7 +196,8 @@ class PromptRunner:
             whole = [match for match in found.prefix if same(len(ids), match.end, device=device)]
             exact = [match for match in whole if self._store.is_lossless(match.key)]
             inexact = [match for match in whole if match not in exact] if whole else found.prefix
-            plan = plan_blend(len(ids), exact, [*inexact, *found.chunks], kept=kept)
+            others = [*inexact, *found.chunks]
+            plan = plan_blend(len(ids), exact, others, kept=len(kept), kept_exact=kept.recipe is None)
         return plan, found
 
     def _run_plan(
@@ -275,15 +283,16 @@ class PromptRunner:
 
 def _stats_of(plan: BlendPlan, blend: BlendPass, num_layers: int, charge: int, load_s: float) -> GenerationStats:
     reusable = len(plan.reusable)
+    approximate = reusable if plan.kept_exact else reusable + plan.kept
     computed = blend.computed + charge
     return GenerationStats(
         prompt_tokens=plan.num_tokens,
         prefix_tokens=plan.exact_tokens,
-        reused_tokens=reusable - blend.recomputed_tokens,
+        reused_tokens=approximate - blend.recomputed_tokens,
         recomputed_tokens=blend.recomputed_tokens,
-        fresh_tokens=plan.num_tokens - plan.exact_tokens - reusable,
+        fresh_tokens=plan.num_tokens - plan.exact_tokens - approximate,
         recompute_ratio=computed / (num_layers * reusable) if reusable else 0.0,
-        mode="blend" if reusable else "prefix",
+        mode="blend" if approximate else "prefix",
         load_s=load_s,
         hits=len(plan.keys),
     )

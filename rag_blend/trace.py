@@ -193,7 +193,7 @@ class TraceRecorder:
     def trace(self, token_ids: np.ndarray, tokenizer: PreTrainedTokenizerBase, until: float) -> Trace:
         """The trace of the prompt whose first new token came at `until`."""
         kinds = np.full(len(token_ids), Kind.FRESH, dtype=np.uint8)
-        kinds[: self._plan.kept] = Kind.PREFIX
+        kinds[: self._plan.kept] = Kind.PREFIX if self._plan.kept_exact else Kind.REUSED
         for segment in self._plan.segments:
             kinds[segment.start : segment.end] = Kind.PREFIX if segment.exact else Kind.REUSED
         if self._recomputed is not None:

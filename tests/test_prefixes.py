@@ -20,6 +20,7 @@ from rag_blend.chunk import LayerKV
 from rag_blend.evaluation.calibrate import calibrate
 from rag_blend.prefixes import NOTHING, Prefix, PrefixCache
 from rag_blend.teacher import forced_logits
+from rag_blend.trace import Kind
 
 MakeEngine = Callable[..., BlendEngine]
 HEAD = "<|im_start|>user\nAnswer the question from the water and light of the valley below.\n"
@@ -172,18 +173,50 @@ class TestFrequencies:
 
 
 class TestWithStoredChunks:
-    def test_blended_prompts_are_not_kept(self, make_engine: MakeEngine, texts: list[str]) -> None:
-        engines = [make_engine(prefix_cache_bytes=memory, recompute_ratio=0.05) for memory in (MEMORY, 0)]
-        for engine in engines:
-            engine.ingest(texts, head=HEAD, progress=False)
+    def test_a_blended_prompt_is_never_passed_off_as_exact(self, make_engine: MakeEngine, texts: list[str]) -> None:
+        engine = make_engine(prefix_cache_bytes=MEMORY, recompute_ratio=0.05)
+        engine.ingest(texts, head=HEAD, progress=False)
         prompt = HEAD + "\n\n".join(texts[1:4]) + QUESTION
-        kept, plain = engines
-        for _ in range(2):
-            blended = kept.prefill(prompt)
-            assert blended.stats.mode == "blend" and blended.stats.reused_tokens > 100
-            assert torch.equal(blended.logits, plain.prefill(prompt).logits)
-        kept.generate(prompt, 5)
-        assert len(kept._prefixes) == 0
+        first = engine.generate(prompt, 5)
+        again = engine.generate(prompt, 5)
+        assert first.token_ids == again.token_ids
+        assert again.stats.mode == "blend" and again.stats.prefix_tokens == 0
+        assert (again.stats.reused_tokens, again.stats.fresh_tokens) == (again.stats.prompt_tokens - 1, 1)
+        assert set(again.trace.kinds[:-1]) == {Kind.REUSED}
+
+    def test_the_next_turn_goes_on_from_a_blend(self, make_engine: MakeEngine, texts: list[str]) -> None:
+        engine = make_engine(prefix_cache_bytes=MEMORY, recompute_ratio=0.05)
+        engine.ingest(texts, head=HEAD, progress=False)
+        ids = engine.tokenizer(HEAD + "\n\n".join(texts[1:4]) + QUESTION)["input_ids"]
+        answer = engine.generate(ids, 8, do_sample=False)
+        longer = [*ids, *answer.token_ids, *random_ids(3, 9), *engine.tokenizer(texts[4] + QUESTION)["input_ids"]]
+        stats = engine.generate(longer, 3).stats
+        assert stats.mode == "blend" and stats.prefix_tokens == 0 and stats.hits == 1  # the new chunk
+        assert stats.reused_tokens + stats.recomputed_tokens > len(ids) + 20
+        assert sum(prefix.recipe is not None for prefix in engine._prefixes._kept) == 1  # the longer one has it in it
+
+    @pytest.mark.parametrize("change", ["question", "ratio", "selector", "exact"])
+    def test_a_blend_serves_only_whole_and_under_its_own_recipe(
+        self, change: str, make_engine: MakeEngine, texts: list[str]
+    ) -> None:
+        engine, plain = (make_engine(prefix_cache_bytes=memory, recompute_ratio=0.05) for memory in (MEMORY, 0))
+        for each in (engine, plain):
+            each.ingest(texts, head=HEAD, progress=False)
+        prompt = HEAD + "\n\n".join(texts[1:4]) + QUESTION
+        engine.generate(prompt, 5)
+        changes = {"ratio": {"recompute_ratio": 0.3}, "selector": {"selector": "heads"}, "exact": {"reuse": False}}
+        asked = prompt.removesuffix(QUESTION) + "\nAnd that one?\n" if change == "question" else prompt
+        ours, theirs = (each.prefill(asked, **changes.get(change, {})) for each in (engine, plain))
+        assert torch.equal(ours.logits, theirs.logits)
+        assert ours.stats.prefix_tokens == theirs.stats.prefix_tokens
+
+    def test_blends_of_batches_and_bare_prefills_are_not_kept(self, make_engine: MakeEngine, texts: list[str]) -> None:
+        engine = make_engine(prefix_cache_bytes=MEMORY, recompute_ratio=0.05)
+        engine.ingest(texts, head=HEAD, progress=False)
+        prompts = [HEAD + "\n\n".join(texts[i : i + 3]) + QUESTION for i in range(3)]
+        engine.prefill(prompts[0])
+        engine.generate_batch(prompts, 5)
+        assert len(engine._prefixes) == 0
 
     def test_a_longer_prefix_takes_the_place_of_stored_chunks(self, make_engine: MakeEngine, texts: list[str]) -> None:
         engine = make_engine(prefix_cache_bytes=MEMORY, recompute_ratio=0.0)
@@ -239,7 +272,7 @@ class TestWithStoredChunks:
         engine = make_engine(prefix_cache_bytes=MEMORY, shadow=1.0, recompute_ratio=0.0)
         engine.prefill(HEAD + texts[5])
         engine.ingest(texts[:4], progress=False)
-        kept, lookups, usual = engine._prefixes.num_bytes, [], engine._prefixes.find
+        lookups, usual = [], engine._prefixes.find
         monkeypatch.setattr(engine._prefixes, "find", lambda *prompt: lookups.append(1) or usual(*prompt))
         answer = engine.generate(HEAD + texts[5] + "\n\n" + texts[0] + QUESTION, 4)
         assert answer.stats.mode == "blend" and answer.stats.prefix_tokens > 60
@@ -248,7 +281,7 @@ class TestWithStoredChunks:
             thread.join()
         report = engine.drift()
         assert report.num_checked == 1 and report.mean_kl > 0.0
-        assert engine._prefixes.num_bytes == kept and len(lookups) == 1
+        assert len(engine._prefixes) == 2 and len(lookups) == 1  # the prefill's and the answer's
 
 
 class TestWhatIsKept:
