@@ -26,7 +26,9 @@ LONGEST_WAIT_S = 1.0  # for one call to a store
 _SHORTEST_WAIT_S = 0.05  # or a first connection would never come about
 _WAIT_SHARE = 0.5  # of the time that computing the rows again would take
 _WORTH = 0.9  # of the time of a full prefill: a blend that saves less is not worth its approximation
+_MOST_WORK = 0.8  # of a full prefill: rows with gaps between them take longer than as many in one piece
 _MEMORY_S = 60.0  # what was slow a minute ago gets another chance
+_OCTAVE = 2.0  # so far apart passes are told apart
 _REMEMBERED = 5  # observations of a kind
 _ENOUGH = 2  # observations that tell whether a blend or a store is slow; the first of anything often is
 _FEWEST_TOKENS = 64  # fewer say more about overhead than about tokens
@@ -111,17 +113,30 @@ class PassTimes:
             self._sizes[size] = (flops, recent)
 
     def seconds(self, flops: float) -> float | None:
-        """How long a pass takes: what one of about this size took; None while nothing is known."""
-        seen = [(size, recent.value) for size, recent in list(self._sizes.values())]
-        known = sorted((size, size * value) for size, value in seen if value is not None)
+        """How long a pass takes: what one of about this size took, or a smaller one took for each FLOP.
+
+        Of a much smaller pass than any known, a bound: how much of their time was overhead, they do not tell. None
+        while nothing is known.
+        """
+        known = self._known()
         if not known:
             return None
         if flops <= known[0][0]:
-            return known[0][1]  # little work is mostly overhead
+            return known[0][1]
         for (less, quick), (more, slow) in pairwise(known):
             if flops <= more:
                 return quick + (slow - quick) * (flops - less) / (more - less)
         return known[-1][1] * flops / known[-1][0]
+
+    def tells(self, flops: float) -> bool:
+        """Whether anything is known of passes that are not much larger than this one."""
+        known = self._known()
+        return bool(known) and flops * _OCTAVE > known[0][0]
+
+    def _known(self) -> list[tuple[float, float]]:
+        """FLOPs and seconds, ascending."""
+        seen = [(size, recent.value) for size, recent in list(self._sizes.values())]
+        return sorted((size, size * value) for size, value in seen if value is not None)
 
 
 class Controller:
@@ -169,17 +184,18 @@ class Controller:
             places: Where its chunks come from, by their keys.
             work_of: FLOPs of a plan, the choice of tokens included.
         """
-        if not (self.declines and plan.segments):
+        if not (self.declines and plan.reuses):
             return plan
-        whole = self._full.seconds(self.cost.prefill(plan.num_tokens))
+        whole, all_work = self._full_s(plan.num_tokens), self.cost.prefill(plan.num_tokens)
         if whole is None:
             return plan
-        best, least = replace(plan, segments=()), _WORTH * whole
-        if plan.kept:  # going on behind an earlier prompt is a blend as well, but for its rows, which are there
-            least = min(least, self._blend.seconds(work_of(best)) or least)
+        best, least = BlendPlan(plan.num_tokens, ()), _WORTH * whole
         for candidate in self._candidates(plan, places):
-            computing = self._blend.seconds(work_of(candidate))
-            if computing is None:
+            work = work_of(candidate)
+            if work > _MOST_WORK * all_work:
+                continue
+            computing = self._blend.seconds(work)
+            if computing is None or not self._blend.tells(work):
                 return candidate  # tried out, so that it is known
             seconds = self._together(computing, self._fetch_s(candidate, places))
             if seconds < least:
@@ -200,20 +216,23 @@ class Controller:
 
     def wait_for(self, tokens: int) -> float:
         """Longest wait, in seconds, for a store that saves the prefill of so many tokens: half of that prefill."""
-        worth = self._full.seconds(self.cost.prefill(tokens))
+        worth = self._full_s(tokens)
         if worth is None:
             return LONGEST_WAIT_S
         return min(LONGEST_WAIT_S, max(_SHORTEST_WAIT_S, _WAIT_SHARE * worth))
 
     def estimates(self) -> dict[str, float]:
         """What is known now: ``prefill_1000_tokens_s``, and ``fetch_1000_tokens_s.<place>`` for places just used."""
-        full = self._full.seconds(self.cost.prefill(1000))
+        full = self._full_s(1000)
         found = {} if full is None else {"prefill_1000_tokens_s": full}
         fetched = {place: recent.value for place, recent in sorted(self._fetched.items())}
         return found | {f"fetch_1000_tokens_s.{place}": 1000 * value for place, value in fetched.items() if value}
 
+    def _full_s(self, tokens: int) -> float | None:
+        return self._full.seconds(self.cost.prefill(max(tokens, _FEWEST_TOKENS)))
+
     def _candidates(self, plan: BlendPlan, places: Mapping[str, str]) -> Iterator[BlendPlan]:
-        """The plan, then without the slowest place, without the two slowest, …; at last only what is exact."""
+        """The plan; without the slowest place, the two slowest, …; what is exact; an earlier prompt alone."""
         yield plan
         slowest_first = sorted({places[key] for key in plan.keys}, key=self._seconds_per_token, reverse=True)
         for last in range(1, len(slowest_first)):
@@ -222,6 +241,8 @@ class Controller:
         exact = tuple(s for s in plan.segments if s.exact)
         if exact and len(exact) < len(plan.segments):
             yield replace(plan, segments=exact)
+        if plan.kept and plan.segments:
+            yield replace(plan, segments=())
 
     def _fetch_s(self, plan: BlendPlan, places: Mapping[str, str]) -> float:
         return sum(len(s) * self._seconds_per_token(places[s.key]) for s in plan.segments)

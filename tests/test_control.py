@@ -63,7 +63,9 @@ class TestPassTimes:
         assert times.seconds(2**33) == pytest.approx(0.2)
         assert times.seconds(2.5 * 2**33) == pytest.approx(0.35)
         assert times.seconds(2**36) == pytest.approx(1.0)
-        assert times.seconds(2**20) == pytest.approx(0.2)  # overhead
+        assert times.seconds(2**20) == pytest.approx(0.2)
+        assert times.tells(0.6 * 2**33)
+        assert not times.tells(0.4 * 2**33)  # how much was overhead, nobody knows
 
     def test_a_hiccup_says_nothing(self) -> None:
         times = PassTimes()
@@ -128,9 +130,25 @@ class TestWhatIsReused:
 
         assert [s.key for s in controller.best(exact_first, PLACES, dear_work_of).segments] == ["a"]
 
-    def test_an_earlier_prompt_is_always_gone_on_from(self) -> None:
-        best = taught({"redis": 60.0}).best(plan(2000, 600, kept=500), {"a": "redis"}, work_of)
-        assert best.kept == 500 and not best.segments
+    def test_an_earlier_prompt_is_gone_on_from_if_that_is_worth_it(self) -> None:
+        controller = taught({"redis": 60.0})
+        best = controller.best(plan(2000, 600, kept=900), {"a": "redis"}, work_of)
+        assert best.kept == 900 and not best.segments
+        assert not controller.best(plan(2000, 600, kept=50), {"a": "redis"}, work_of).reuses
+        assert not controller.best(plan(2000, kept=50), {}, work_of).reuses
+
+    def test_what_computes_most_of_the_prompt_is_not_even_tried(self) -> None:
+        controller = Controller(COST)
+        controller.learn_full(1000, 1.0)
+        assert not controller.best(plan(1000, 100), PLACES, work_of).reuses
+        assert controller.best(plan(1000, 500), PLACES, work_of).reuses
+
+    def test_a_large_slow_blend_says_nothing_about_a_small_one(self) -> None:
+        controller = Controller(COST)
+        controller.learn_full(1000, 1.0)
+        for _ in range(3):
+            controller.learn_blend(0.7 * COST.prefill(1000), 1.5, [])
+        assert controller.best(plan(1000, 400, 400), PLACES, work_of).reuses
 
     def test_whatever_is_possible_if_so_wanted(self) -> None:
         controller = taught({"redis": 60.0})
