@@ -60,6 +60,10 @@ ALL_FAMILIES: dict[str, dict[str, Any]] = {
     "falcon_new": {"model_type": "falcon", "num_kv_heads": 2, "new_decoder_architecture": True},
     "helium": {"head_dim": 16},
     "gpt_neox": {"num_key_value_heads": None},
+    "hunyuan_v1_dense": {
+        "head_dim": 16,
+        "rope_parameters": {"rope_type": "dynamic", "alpha": 1000.0, "factor": 1.0, "rope_theta": 10000.0},
+    },
 }  # fmt: skip
 ROPES: dict[str, dict[str, Any] | None] = {
     "default": None,
@@ -79,7 +83,11 @@ ROPES: dict[str, dict[str, Any] | None] = {
 SINCE = {"falcon": "5.0", "falcon_new": "5.0", "gpt_neox": "5.0", "ministral3": "5.0", "stablelm": "5.3"}
 _VERSION = Version(transformers.__version__)
 ALL_FAMILIES = {name: changes for name, changes in ALL_FAMILIES.items() if Version(SINCE.get(name, "0")) <= _VERSION}
-_OWN_ROPES = {"ministral3": ["default"], "phi3": ["default", "longrope"]}  # others their configurations refuse
+_OWN_ROPES = {  # others their configurations refuse, or have another meaning for
+    "hunyuan_v1_dense": ["default", "linear", "llama3", "yarn", "longrope"],
+    "ministral3": ["default"],
+    "phi3": ["default", "longrope"],
+}
 FAMILY_ROPES = [(family, rope) for family in ALL_FAMILIES for rope in _OWN_ROPES.get(family, ROPES)]
 WORDS = (
     "the a of and river mountain valley engine water glass light stone bridge market town north south winter summer "
@@ -113,6 +121,8 @@ def random_model(family: str = "llama", rope: str = "default", seed: int = 0, **
         for name, parameter in model.named_parameters():
             if "norm" not in name:
                 parameter.normal_(0.0, 0.15)
+            elif "key_layernorm" in name:  # behind RoPE, where a weight of ones would not show
+                parameter.uniform_(0.5, 1.5)
     return model
 
 
