@@ -113,10 +113,10 @@ class PassTimes:
             self._sizes[size] = (flops, recent)
 
     def seconds(self, flops: float) -> float | None:
-        """How long a pass takes: what one of about this size took, or a smaller one took for each FLOP.
+        """How long a pass takes: what those of about this size took. None while nothing is known.
 
-        Of a much smaller pass than any known, a bound: how much of their time was overhead, they do not tell. None
-        while nothing is known.
+        At most, if all that are known are larger or smaller: then as long as the smallest one, or for each FLOP as long
+        as the largest one.
         """
         known = self._known()
         if not known:
@@ -129,9 +129,12 @@ class PassTimes:
         return known[-1][1] * flops / known[-1][0]
 
     def tells(self, flops: float) -> bool:
-        """Whether anything is known of passes that are not much larger than this one."""
+        """Whether what is known says something about such a pass.
+
+        Those that are all much larger or smaller do not: how much of their time was overhead, nobody knows.
+        """
         known = self._known()
-        return bool(known) and flops * _OCTAVE > known[0][0]
+        return bool(known) and known[0][0] / _OCTAVE < flops < known[-1][0] * _OCTAVE
 
     def _known(self) -> list[tuple[float, float]]:
         """FLOPs and seconds, ascending."""

@@ -66,6 +66,8 @@ class TestPassTimes:
         assert times.seconds(2**20) == pytest.approx(0.2)
         assert times.tells(0.6 * 2**33)
         assert not times.tells(0.4 * 2**33)  # how much was overhead, nobody knows
+        assert times.tells(1.9 * 2**35)
+        assert not times.tells(2.1 * 2**35)
 
     def test_a_hiccup_says_nothing(self) -> None:
         times = PassTimes()
@@ -143,11 +145,12 @@ class TestWhatIsReused:
         assert not controller.best(plan(1000, 100), PLACES, work_of).reuses
         assert controller.best(plan(1000, 500), PLACES, work_of).reuses
 
-    def test_a_large_slow_blend_says_nothing_about_a_small_one(self) -> None:
+    @pytest.mark.parametrize("share", [0.7, 0.001])
+    def test_blends_of_another_size_say_nothing(self, share: float) -> None:
         controller = Controller(COST)
         controller.learn_full(1000, 1.0)
         for _ in range(3):
-            controller.learn_blend(0.7 * COST.prefill(1000), 1.5, [])
+            controller.learn_blend(share * COST.prefill(1000), 1.5, [])
         assert controller.best(plan(1000, 400, 400), PLACES, work_of).reuses
 
     def test_whatever_is_possible_if_so_wanted(self) -> None:
@@ -248,8 +251,8 @@ class TestEngine:
         full = engine.prefill(prompt, reuse=False)
         engine._control._full = PassTimes()
         engine._control.learn_full(256, 1e-6)  # a machine that is faster than any store
-        for _ in range(2):
-            engine._control.learn_blend(1e6, 1.0, [])
+        for flops in (1e6, 1e6, 1e9, 1e9):
+            engine._control.learn_blend(flops, 1.0, [])
         declined = engine.prefill(prompt)
         assert torch.equal(declined.logits, full.logits)
         stats = declined.stats
