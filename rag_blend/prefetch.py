@@ -1,4 +1,4 @@
-"""Layer i+1 is read, checked, converted and put at its positions while the model computes layer i."""
+"""Layer i+1 is put at its positions, and layer i+2 read and checked, while the model computes layer i."""
 
 from __future__ import annotations
 
@@ -38,9 +38,9 @@ class LostChunkError(Exception):
 
 
 class LayerPrefetcher:
-    """Reads the reused rows of a plan, layer by layer, in a thread of its own.
+    """Reads the reused rows of a plan, layer by layer, in threads of its own.
 
-    A context manager: leaving it stops the thread and closes the entries.
+    A context manager: leaving it stops the threads and closes the entries.
 
     Args:
         plan: What to read.
@@ -78,7 +78,7 @@ class LayerPrefetcher:
         self._lane = CopyLane(self._device)
         self._slots = threading.Semaphore(depth)
         self._stopped = threading.Event()
-        self.load_s = 0.0  # time spent reading and preparing, in whatever thread
+        self._read_s = self._placed_s = 0.0
         self.waited_s = 0.0  # time for which somebody waited for a layer
         self._reading_s: defaultdict[str, float] = defaultdict(float)  # by key; threads at once may add up to more
         # Media far away are asked for all chunks at once; a disk is not faster for it.
@@ -89,11 +89,17 @@ class LayerPrefetcher:
         self._chunks = self._open_all()
         self._opened_s = time.perf_counter() - start
         self._layers: list[Future[tuple[LayerKV, Callable[[], None]]]] = [Future() for _ in range(adapter.num_layers)]
+        self._read: list[Future[Mapping[str, LayerKV]]] = [Future() for _ in range(adapter.num_layers)]
         self._news = 0  # grows as long as the store answers
         self._end: Future[None] = Future()
-        # A daemon, for it may be left behind: no process shall wait for a store that hangs in order to end.
-        self._reader = threading.Thread(target=self._load_all, name="rag-blend-reader", daemon=True)
-        self._reader.start()
+        # Two, so that the next layer is on its way while one is put at its positions. And daemons, for they may be left
+        # behind: no process shall wait for a store that hangs in order to end.
+        self._threads = [
+            threading.Thread(target=work, name=f"rag-blend-{name}", daemon=True)
+            for name, work in (("reader", self._read_all), ("placer", self._assemble_all))
+        ]
+        for thread in self._threads:
+            thread.start()
 
     def layer(self, layer_idx: int) -> LayerKV:
         """Wait for a layer; each may be taken once.
@@ -131,8 +137,13 @@ class LayerPrefetcher:
             tokens[places[segment.key]] += len(segment)
         for key, seconds in self._reading_s.items():
             reading_s[places[key]] += seconds
-        whole_s = (self._opened_s + self.load_s) / (sum(reading_s.values()) or 1.0)
+        whole_s = (self._opened_s + self._read_s) / (sum(reading_s.values()) or 1.0)
         return ((place, count, whole_s * reading_s[place]) for place, count in tokens.items())
+
+    @property
+    def load_s(self) -> float:
+        """Seconds spent reading rows and putting them at their positions, in whatever thread."""
+        return self._read_s + self._placed_s
 
     def staleness(self) -> np.ndarray:
         """How much each prompt token's stored rows depend on what was in front of them, float32, shape (num_tokens,).
@@ -168,30 +179,42 @@ class LayerPrefetcher:
         finally:
             self._reading_s[key] += time.perf_counter() - start
 
-    def _load_all(self) -> None:
-        for layer_idx, future in enumerate(self._layers):
-            if future.set_running_or_notify_cancel():
-                fulfil(future, partial(self._load, layer_idx))
-        self._end.set_result(None)
+    def _read_all(self) -> None:
+        for layer_idx, future in enumerate(self._read):
+            fulfil(future, partial(self._read_layer, layer_idx))
 
-    def _load(self, layer_idx: int) -> tuple[LayerKV, Callable[[], None]]:
-        self._slots.acquire()
+    def _read_layer(self, layer_idx: int) -> Mapping[str, LayerKV]:
+        if not self._stopped.is_set():
+            self._slots.acquire()
         if self._stopped.is_set():
             raise RuntimeError("the prefetcher was closed")
+        self._news += 1
+        start = time.perf_counter()
+        layers = self._map(lambda chunk: self._read_chunk(chunk, layer_idx), self._chunks.values())
+        read = dict(zip(self._chunks, layers, strict=True))
+        self._read_s += time.perf_counter() - start
+        return read
+
+    def _assemble_all(self) -> None:
+        for layer_idx, future in enumerate(self._layers):
+            if future.set_running_or_notify_cancel():
+                fulfil(future, partial(self._finish, layer_idx))
+        self._end.set_result(None)
+
+    def _finish(self, layer_idx: int) -> tuple[LayerKV, Callable[[], None]]:
+        read = self._read[layer_idx].result()
+        self._read[layer_idx] = Future()  # its rows are not needed any more
         start = time.perf_counter()
         with torch.no_grad(), self._lane.working():
-            kv = self._assemble(layer_idx)
+            kv = self._assemble(layer_idx, read)
             take_over = self._lane.hand_over(kv)
-        self.load_s += time.perf_counter() - start
+        self._placed_s += time.perf_counter() - start
         return kv, take_over
 
-    def _assemble(self, layer_idx: int) -> LayerKV:
+    def _assemble(self, layer_idx: int, read: Mapping[str, LayerKV]) -> LayerKV:
         heads, head_dim = self._adapter.num_kv_heads, self._adapter.head_dim
         shape = (1, heads, self._capacity, head_dim)
         whole = LayerKV(*(torch.empty(shape, dtype=self._dtype, device=self._device) for _ in range(2)))
-        self._news += 1
-        layers = self._map(lambda chunk: self._read(chunk, layer_idx), self._chunks.values())
-        read = dict(zip(self._chunks, layers, strict=True))
         for segment in self._plan.segments:
             rows = slice(segment.offset, segment.offset + len(segment))
             stored = read[segment.key]
@@ -205,7 +228,7 @@ class LayerPrefetcher:
                 side[0, :, : self._plan.kept] = kept
         return whole
 
-    def _read(self, chunk: StoredChunk, layer_idx: int) -> LayerKV:
+    def _read_chunk(self, chunk: StoredChunk, layer_idx: int) -> LayerKV:
         start = time.perf_counter()
         try:
             kv = chunk.layer(layer_idx)
@@ -234,7 +257,8 @@ class LayerPrefetcher:
         except HangingStoreError:
             self._patience.give_up(self._end, self._release)
         else:
-            self._reader.join()
+            for thread in self._threads:
+                thread.join()
             self._release()
 
     def _release(self) -> None:
