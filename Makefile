@@ -9,7 +9,7 @@ export OMP_WAIT_POLICY ?= passive
 export TOKENIZERS_PARALLELISM ?= false
 
 .PHONY: demo test test-vllm lint format docs docs-serve reliability models versions \
-	bench-match bench-ttft bench-pipeline bench-throughput bench-ingest bench-report bench-quality bench-figures bench-peers clean
+	bench-match bench-ttft bench-pipeline bench-control bench-throughput bench-ingest bench-report bench-quality bench-figures bench-peers clean
 
 demo: $(INSTALLED)
 	$(BIN)/rag-blend demo
@@ -57,7 +57,11 @@ bench-ttft bench-pipeline bench-throughput bench-ingest: $(INSTALLED)
 	$(BIN)/rag-blend bench $(@:bench-%=%) --model "$$($(BIN)/python -m rag_blend.demo | tail -n 1)" \
 		$(DATA:%=--data %) $(ARGS)
 
-# docs/benchmarks.md, from what the five above have left in speed; RESULTS: further directories, of peers.
+# Random words only.
+bench-control: $(INSTALLED)
+	$(BIN)/rag-blend bench control --model "$$($(BIN)/python -m rag_blend.demo | tail -n 1)" $(ARGS)
+
+# docs/benchmarks.md, from what the six above have left in speed; RESULTS: further directories, of peers.
 bench-report: $(INSTALLED)
 	$(BIN)/rag-blend bench report speed $(RESULTS) --out docs/benchmarks.md
 

@@ -1,4 +1,4 @@
-"""``rag-blend bench ttft|pipeline|throughput|ingest|match``: how fast, beside what else could be done."""
+"""``rag-blend bench ttft|pipeline|control|throughput|ingest|match``: how fast, beside what else could be done."""
 
 from __future__ import annotations
 
@@ -90,6 +90,37 @@ def pipeline(
         _finish(report, out, as_json)
 
 
+def control(
+    model: ModelOption,
+    lengths: Annotated[str, typer.Option(help="Tokens of the chunks in a prompt, separated by commas.")] = (
+        "128,512,2048,7680"  # the longest that fits a window of 8,192 with head and question
+    ),
+    hits: Annotated[str, typer.Option(help="Shares of a prompt's 8 chunks that are stored, separated by commas.")] = (
+        "0,0.125,0.25,0.5,1"
+    ),
+    stores: Annotated[
+        str, typer.Option(help="memory, disk, or MB/s of a line to a slow store, separated by commas.")
+    ] = "memory,disk,50,10",
+    latency_ms: Annotated[float, typer.Option(min=0, help="From a read through a slow line to its first byte.")] = 20.0,
+    rounds: Annotated[int, typer.Option(min=1, help="How often each case is measured, on other prompts.")] = 5,
+    out: OutOption = _OUT,
+    as_json: JsonOption = False,
+    dtype: DtypeOption = "float32",
+) -> None:
+    """An engine that decides by itself what to reuse, beside full prefill: is it ever slower?
+
+    Example: rag-blend bench control --model DIR --lengths 128,2048 --stores disk,20
+    """
+    with user_errors("bench"):
+        from rag_blend.evaluation.speed.sweep import Sweep, measure_control
+
+        wanted = [int(length) for length in _numbers("lengths", lengths)]
+        places = list(dict.fromkeys(store.strip() for store in stores.split(",")))
+        sweep = Sweep(wanted, _numbers("hits", hits, or_zero=True), places, latency_ms / 1e3)
+        loaded, tokenizer = load_model(model, dtype)
+        _finish(measure_control(loaded, tokenizer, sweep, rounds, out, not as_json), out, as_json)
+
+
 def throughput(
     model: ModelOption,
     length: LengthOption = 2048,
@@ -164,16 +195,17 @@ def match(
         _finish(measure_matching(counts, collection, rounds, not as_json), out, as_json)
 
 
-COMMANDS = (ttft, pipeline, throughput, ingest, match)
+COMMANDS = (ttft, pipeline, control, throughput, ingest, match)
 
 
-def _numbers(option: str, text: str) -> list[float]:
+def _numbers(option: str, text: str, or_zero: bool = False) -> list[float]:
     try:
         numbers = sorted({float(number) for number in text.split(",")})
     except ValueError:
         numbers = []
-    if not numbers or numbers[0] <= 0:
-        raise ValueError(f"--{option} takes positive numbers separated by commas, not {text!r}")
+    if not numbers or numbers[0] < 0 or (numbers[0] == 0 and not or_zero):
+        kind = "numbers from 0 on" if or_zero else "positive numbers"
+        raise ValueError(f"--{option} takes {kind} separated by commas, not {text!r}")
     return numbers
 
 

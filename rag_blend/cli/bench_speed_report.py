@@ -18,7 +18,7 @@ def report(
         Path | None, typer.Option(help="Write the page here, with plots in images beside it.", metavar="FILE")
     ] = None,
 ) -> None:
-    """Put the results of ttft, pipeline, throughput, ingest, match and of peers together, in Markdown.
+    """Put the results of ttft, pipeline, control, throughput, ingest, match and of peers together, in Markdown.
 
     Example: rag-blend bench report speed --out docs/benchmarks.md
     """

@@ -35,9 +35,12 @@ def calibrate(
     agreement: Annotated[float, typer.Option(min=0.0, max=1.0, help="Smallest share of equal tokens.")] = 0.97,
     storage: Annotated[Path, typer.Option(help="The store whose engines shall follow.", metavar="DIR")] = Path("kv"),
     namespace: Annotated[str, typer.Option(help="Tenant.")] = "default",
-    prime: Annotated[str | None, typer.Option(help="As the engine has it, like the next two.")] = None,
+    prime: Annotated[str | None, typer.Option(help="As the engine has it, like the next three.")] = None,
     prime_tokens: Annotated[int | None, typer.Option(min=0)] = None,
     prime_texts: Annotated[int | None, typer.Option(min=0)] = None,
+    codec: Annotated[
+        str | None, typer.Option(help="One that is not lossless, int8 or int4, has a verdict of its own.")
+    ] = None,
     dtype: Annotated[str | None, typer.Option(help="What the model computes in; default: as the engine.")] = None,
     seed: Annotated[int, typer.Option(help="Of the questions about --documents.")] = 0,
     as_json: Annotated[bool, typer.Option("--json", help="Print everything as JSON instead of a table.")] = False,
@@ -51,8 +54,8 @@ def calibrate(
 
         cases = _cases(data or [], documents, limit, passages, seed)
         loaded, tokenizer = load_model(model, dtype)
-        priming = {"prime": prime, "prime_tokens": prime_tokens, "prime_texts": prime_texts}
-        given: dict[str, Any] = {name: value for name, value in priming.items() if value is not None}
+        options = {"prime": prime, "prime_tokens": prime_tokens, "prime_texts": prime_texts, "codec": codec}
+        given: dict[str, Any] = {name: value for name, value in options.items() if value is not None}
         progress = not as_json
         found = find(loaded, tokenizer, cases, storage, kl, agreement, progress=progress, namespace=namespace, **given)
         if as_json:

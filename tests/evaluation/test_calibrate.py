@@ -128,6 +128,15 @@ class TestVerdict:
             assert engine.prefill(ids).stats.mode == "full"
             assert engine.prefill(ids, selector="none").stats.mode == "blend"
 
+    def test_engines_that_round_their_rows_follow_their_own(
+        self, run: Calibrate, model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast
+    ) -> None:
+        storage = MemoryBackend()
+        run(storage, target_kl=100.0, target_agreement=0.0, codec="int8")
+        for codec, source in (("int8", "calibrated"), ("int4", "default"), ("raw", "default")):
+            with BlendEngine(model, tokenizer, storage, prime="none", codec=codec) as engine:
+                assert engine.policy.source == source
+
     def test_an_earlier_verdict_does_not_bias_a_later_one(self, run: Calibrate) -> None:
         storage = MemoryBackend()
         assert not run(storage, target_kl=0.0, target_agreement=1.0, candidates=(NONE,)).verdict.passed
@@ -288,6 +297,15 @@ class TestCommand:
         with BlendEngine.from_pretrained(model_dir, storage, prime="none") as engine:
             assert engine.policy.source == "calibrated" and not engine.policy.full_prefill
             assert f"now use {engine.policy.selector}" in result.stdout
+
+    def test_the_codec_is_that_of_the_engine(self, model_dir: Path, data_file: Path, tmp_path: Path) -> None:
+        passing = ("--data", data_file, "--limit", 2, "--kl", 100, "--agreement", 0)
+        assert command(model_dir, tmp_path, *passing, "--codec", "int8").exit_code == 0
+        for codec, source in (("int8", "calibrated"), ("raw", "default")):
+            with BlendEngine.from_pretrained(model_dir, tmp_path, prime="none", codec=codec) as engine:
+                assert engine.policy.source == source
+        unknown = command(model_dir, tmp_path, *passing, "--codec", "int3")
+        assert unknown.exit_code == 2 and "unknown codec 'int3'; known: " in unknown.stderr
 
     def test_nothing_passes_on_ones_own_documents(self, model_dir: Path, tmp_path: Path) -> None:
         documents = tmp_path / "documents"

@@ -7,18 +7,18 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from rag_blend.evaluation.speed import ingestion, matching, peers, pipeline, throughput, ttft_view
+from rag_blend.evaluation.speed import ingestion, matching, peers, pipeline, sweep_view, throughput, ttft_view
 from rag_blend.evaluation.speed.plots import draw_plot
 from rag_blend.evaluation.speed.report import SpeedReport
 
 _VIEWS = {
-    module.VIEW.name: module.VIEW for module in (ttft_view, pipeline, throughput, ingestion, matching)
+    module.VIEW.name: module.VIEW for module in (ttft_view, pipeline, sweep_view, throughput, ingestion, matching)
 }  # in the order of the page
 _OPENING = """\
 # Benchmarks
 
-Made by `rag-blend bench ttft`, `pipeline`, `throughput`, `ingest` and `match`, and put together by `rag-blend bench
-report`; each section says on which machine and with which settings. Other hardware gives other figures.
+Made by `rag-blend bench ttft`, `pipeline`, `control`, `throughput`, `ingest` and `match`, and put together by
+`rag-blend bench report`; each section says on which machine and with which settings. Other hardware gives other ones.
 """
 
 
