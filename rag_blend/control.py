@@ -2,7 +2,7 @@
 
 A blend takes as long as the longer of computing and fetching, and one layer more (CacheBlend, arXiv 2405.16444,
 section 5: the loading controller); it is declined where full prefill would be about as fast, for that is exact. How
-long a pass over the model takes is read off earlier passes of about the same work; a fetch, off the last minute's.
+long a pass over the model takes is read off earlier passes of about the same work; a fetch, off recent ones.
 """
 
 from __future__ import annotations
