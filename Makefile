@@ -8,11 +8,15 @@ VLLM := .venv-vllm
 export OMP_WAIT_POLICY ?= passive
 export TOKENIZERS_PARALLELISM ?= false
 
-.PHONY: demo test test-vllm lint format docs docs-serve reliability models versions \
+.PHONY: demo notebooks test test-vllm lint format docs docs-serve reliability models versions \
 	bench-match bench-ttft bench-pipeline bench-control bench-throughput bench-ingest bench-report bench-quality bench-figures bench-peers clean
 
 demo: $(INSTALLED)
 	$(BIN)/rag-blend demo
+
+# All of them, on the demo model, in some minutes; the files stay as they are. `make test` runs them on a tiny one.
+notebooks: $(INSTALLED)
+	cd examples/notebooks && ../../$(BIN)/jupyter-execute --timeout=1200 *.ipynb
 
 test: $(INSTALLED) lint
 	$(BIN)/python -m pytest
