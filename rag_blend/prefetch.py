@@ -199,6 +199,7 @@ class LayerPrefetcher:
         for layer_idx, future in enumerate(self._layers):
             if future.set_running_or_notify_cancel():
                 fulfil(future, partial(self._finish, layer_idx))
+        self._threads[0].join()  # it may still hang in a layer that nobody wants any more
         self._end.set_result(None)
 
     def _finish(self, layer_idx: int) -> tuple[LayerKV, Callable[[], None]]:

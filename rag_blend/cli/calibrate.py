@@ -33,7 +33,7 @@ def calibrate(
     passages: PassagesOption = None,
     kl: Annotated[float, typer.Option(min=0.0, help="Largest mean KL to full prefill, nats.")] = 0.02,
     agreement: Annotated[float, typer.Option(min=0.0, max=1.0, help="Smallest share of equal tokens.")] = 0.97,
-    storage: Annotated[Path, typer.Option(help="The store whose engines shall follow.", metavar="DIR")] = Path("kv"),
+    storage: Annotated[str, typer.Option(help="The store whose engines shall follow.", metavar="DIR|URL")] = "kv",
     namespace: Annotated[str, typer.Option(help="Tenant.")] = "default",
     prime: Annotated[str | None, typer.Option(help="As the engine has it, like the next three.")] = None,
     prime_tokens: Annotated[int | None, typer.Option(min=0)] = None,
@@ -74,7 +74,7 @@ def _cases(data: list[Path], documents: Path | None, limit: int, passages: int |
     return cases_from_chunks(chunks_of(documents), limit, passages or 10, seed)
 
 
-def _show(found: Calibration, storage: Path) -> None:
+def _show(found: Calibration, storage: str) -> None:
 
     console = console_of()
     verdict = found.verdict

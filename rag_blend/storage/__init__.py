@@ -15,6 +15,7 @@ __all__ = ["EntryReader", "StorageBackend", "StorageStats", "open_storage"]
 
 _URL = re.compile(r"([A-Za-z][A-Za-z0-9_+.-]*)://(.*)", re.DOTALL)
 # Schemes whose backend has another name; it is given the whole URL, since the scheme tells it something.
+_KNOWN = "use a directory, memory://, redis:// or an object store such as s3://"
 _ALIASES = {
     **dict.fromkeys(("s3", "s3a", "gs", "az", "azure", "adl", "abfs", "abfss"), "object_store"),
     **dict.fromkeys(("rediss", "valkey", "valkeys"), "redis"),
@@ -51,14 +52,14 @@ def open_storage(where: Place | Sequence[Place] | None) -> StorageBackend:
     except ModuleNotFoundError as error:
         if error.name != f"rag_blend.storage.{scheme}":
             raise
-        raise ValueError(f"no storage backend for {found[1]}:// URLs: use a directory or memory://") from None
+        raise ValueError(f"no storage backend for {found[1]}:// URLs: {_KNOWN}") from None
     backend = getattr(module, f"{scheme.title().replace('_', '')}Backend")
     return cast(StorageBackend, backend.from_url(rest))
 
 
 def _directory(path: str) -> StorageBackend:
     if not path or "://" in path:
-        raise ValueError("neither a directory nor the URL of a storage backend: use a directory or memory://")
+        raise ValueError(f"neither a directory nor the URL of a storage backend: {_KNOWN}")
     from rag_blend.storage.disk import DiskBackend
 
     return DiskBackend(path)  # whatever the path looks like, it has no options

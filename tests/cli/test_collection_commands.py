@@ -164,7 +164,8 @@ def test_chat_remembers_what_was_said(run: Run, ingested: Any) -> None:
     texts = [{source["text"] for source in turn["sources"]} for turn in (first, second)]
     assert texts[0] == texts[1]
     assert second["stats"]["prompt_tokens"] > first["stats"]["prompt_tokens"]
-    assert second["stats"]["hits"] == first["stats"]["hits"] > 0  # the head of a later turn is the same
+    assert first["stats"]["hits"] > 0
+    assert second["stats"]["reused_tokens"] >= first["stats"]["prompt_tokens"]  # it goes on from the first turn
 
 
 def test_chat_prints_answers_and_goes_on_after_a_question_without_hits(run: Run, ingested: Any) -> None:
