@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -56,6 +57,7 @@ def files_in(paths: Sequence[Path]) -> list[Path]:
 
     Raises:
         FileNotFoundError: A path does not exist, or there is no such file.
+        OSError: A directory cannot be listed.
         ValueError: A file that was named is of another kind.
     """
     found: list[Path] = []
@@ -90,11 +92,17 @@ def read(files: Sequence[Path], progress: bool) -> Reading:
 
 
 def _below(directory: Path) -> Iterator[Path]:
-    for path in sorted(directory.rglob("*")):
-        relative = path.relative_to(directory)
-        hidden = any(part.startswith(".") for part in relative.parts)
-        if not hidden and path.suffix.lower() in SUFFIXES and path.is_file():
-            yield path.resolve()
+    for where, directories, names in os.walk(directory, onerror=_refuse):
+        directories[:] = sorted(name for name in directories if not name.startswith("."))
+        for name in sorted(names):
+            path = Path(where, name)
+            if not name.startswith(".") and path.suffix.lower() in SUFFIXES and path.is_file():
+                yield path.resolve()
+
+
+def _refuse(error: OSError) -> None:
+    """What lies in a directory that cannot be listed must not be taken for gone, and be forgotten."""
+    raise error
 
 
 def _text_of(path: Path, readers: dict[str, BaseReader]) -> str:

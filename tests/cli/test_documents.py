@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import errno
+import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -74,3 +77,24 @@ def test_what_cannot_be_documents_is_refused(tmp_path: Path) -> None:
     (tmp_path / "code.py").touch()
     with pytest.raises(ValueError, match=r"code\.py: files of this kind are not read"):
         files_in([tmp_path / "code.py"])
+
+
+def test_a_directory_that_cannot_be_listed_is_not_taken_for_empty(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Or what was ingested from it would count as gone, and be forgotten."""
+    locked = tmp_path / "locked"
+    locked.mkdir()
+    for directory in (tmp_path, locked):
+        (directory / "a.txt").write_text("some text")
+    assert len(files_in([tmp_path])) == 2
+    usual = os.scandir
+
+    def scandir(path: str) -> Any:
+        if Path(path) == locked:
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+        return usual(path)
+
+    monkeypatch.setattr(os, "scandir", scandir)  # as root, everything can be listed
+    with pytest.raises(PermissionError, match="locked"):
+        files_in([tmp_path])
