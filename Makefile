@@ -8,7 +8,7 @@ VLLM := .venv-vllm
 export OMP_WAIT_POLICY ?= passive
 export TOKENIZERS_PARALLELISM ?= false
 
-.PHONY: demo notebooks test test-vllm lint format docs docs-serve reliability models versions \
+.PHONY: demo notebooks test test-ray test-vllm lint format docs docs-serve reliability models versions \
 	bench-match bench-ttft bench-pipeline bench-control bench-throughput bench-ingest bench-report bench-quality bench-figures bench-peers clean
 
 demo: $(INSTALLED)
@@ -24,6 +24,11 @@ test: $(INSTALLED) lint
 # rag_blend inside vLLM's CPU build, which brings its own torch and transformers.
 test-vllm: $(VLLM)/.installed
 	$(VLLM)/bin/python -m pytest tests/vllm
+
+# Bulk ingestion on two local nodes. Adds Ray and pyarrow, 410 MB, to the environment.
+test-ray: $(INSTALLED)
+	$(BIN)/python -m pip install --quiet -c constraints.txt "ray[data]==2.60.0"
+	$(BIN)/python -m pytest tests/test_ray.py tests/test_ray_worker.py
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check .

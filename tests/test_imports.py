@@ -66,6 +66,14 @@ def test_evaluation_knows_no_command_line() -> None:
             assert not [module for module in imports_of(file) if module.startswith("rag_blend.cli")], file
 
 
+def test_only_bulk_ingestion_needs_ray() -> None:
+    using = {name for name, file in MODULES.items() if top_level(imports_of(file)) & {"ray", "pyarrow"}}
+    assert using == {"rag_blend.ray.blocks", "rag_blend.ray.bulk", "rag_blend.cli.cluster"}
+    for name, file in MODULES.items():
+        if not name.startswith(("rag_blend.ray", "rag_blend.cli")):
+            assert not [module for module in imports_of(file) if module.startswith("rag_blend.ray")], file
+
+
 def test_there_is_no_cycle() -> None:
     graph = {name: imports_of(file) & set(MODULES) - {name} for name, file in MODULES.items()}
     done: set[str] = set()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from contextlib import closing
+from contextlib import ExitStack, closing
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from rag_blend.cli.bill import Bill, bill_of, bytes_per_token
+from rag_blend.cli.cluster import RayGpusOption, RayOption, RayWorkersOption, cluster_at
 from rag_blend.cli.collection import (
     ChunkOption,
     CodecOption,
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
     from rag_blend_app.documents import Reading
 
     from rag_blend import IngestReport
+    from rag_blend.ray import BulkReport
 
 
 def ingest(
@@ -43,6 +45,9 @@ def ingest(
     codec: CodecOption = "raw",
     namespace: Annotated[str | None, typer.Option(help="Tenant; default: default.")] = None,
     dtype: OwnDtypeOption = None,
+    ray: RayOption = None,
+    ray_workers: RayWorkersOption = 1,
+    ray_gpus: RayGpusOption = 0.0,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Read documents, cut them into chunks, and keep the chunks' vectors and KV caches for ask and chat.
@@ -52,11 +57,12 @@ def ingest(
 
     Example: rag-blend ingest docs/ handbook.pdf --model HuggingFaceTB/SmolLM2-1.7B-Instruct --store kv
     """
-    with user_errors("app"):
+    with user_errors("app"), ExitStack() as stack:
         from rag_blend_app.collection import Collection, facts_of
         from rag_blend_app.conversation import PROMPT
         from rag_blend_app.llm import llm_for
 
+        on_cluster = None if ray is None else stack.enter_context(cluster_at(ray))
         directory = index_of(store, index)
         known = facts_of(directory)
         facts = _agreed(known, model, namespace, chunk_tokens)
@@ -72,7 +78,22 @@ def ingest(
             if outdated := [*changes.replaced, *changes.removed]:
                 llm.engine.forget(outdated)
             collection.save(directory)
-            report = llm.attach(collection.index, text_qa_template=PROMPT, show_progress=not as_json)
+            report: IngestReport | BulkReport
+            if on_cluster is None:
+                report = llm.attach(collection.index, text_qa_template=PROMPT, show_progress=not as_json)
+            else:
+                report = on_cluster(
+                    collection.chunks(),
+                    model=facts.model,
+                    storage=store,
+                    workers=ray_workers,
+                    num_gpus=ray_gpus,
+                    head=llm.head_of(None, PROMPT, None),
+                    namespace=facts.namespace,
+                    codec=codec,
+                    dtype=dtype,
+                    progress=not as_json,
+                )
         if as_json:
             documents = {**asdict(changes), "unread": reading.unread}
             done = {"documents": documents, "estimate": asdict(bill), "report": asdict(report), "index": str(directory)}
@@ -141,7 +162,7 @@ def _announce(bill: Bill, changes: Changes, store: str, as_json: bool) -> None:
         )
 
 
-def _show(report: IngestReport, store: str) -> None:
+def _show(report: IngestReport | BulkReport, store: str) -> None:
     from rag_blend.sizes import format_bytes
 
     speed = f" ({report.tokens / report.seconds:,.0f} tokens/s)" if report.chunks else ""
