@@ -224,13 +224,6 @@ class Controller:
             return LONGEST_WAIT_S
         return min(LONGEST_WAIT_S, max(_SHORTEST_WAIT_S, _WAIT_SHARE * worth))
 
-    def estimates(self) -> dict[str, float]:
-        """What is known now: ``prefill_1000_tokens_s``, and ``fetch_1000_tokens_s.<place>`` for places just used."""
-        full = self._full_s(1000)
-        found = {} if full is None else {"prefill_1000_tokens_s": full}
-        fetched = {place: recent.value for place, recent in sorted(self._fetched.items())}
-        return found | {f"fetch_1000_tokens_s.{place}": 1000 * value for place, value in fetched.items() if value}
-
     def _full_s(self, tokens: int) -> float | None:
         return self._full.seconds(self.cost.prefill(max(tokens, _FEWEST_TOKENS)))
 

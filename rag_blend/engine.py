@@ -419,7 +419,7 @@ class BlendEngine:
             return (*self._server.forward(ids, cache), time.perf_counter()), ids.tolist()
 
         with self._clock, self._lock:
-            (logits, cache, finished), stats = self._run(ids, policy, call, record=record)
+            (logits, cache, finished), stats = self._run(ids, policy, call, record)
         stats = replace(stats, ttft_s=finished - record.started)
         return Prefill(logits, cache, stats, record.trace(ids, self.tokenizer, finished))
 
@@ -708,8 +708,8 @@ class BlendEngine:
 
         if adapter.weights.changed():
             return None
-        runner = PromptRunner(adapter, self._store, Controller(cost_of(adapter), "possible"))
-        (logits, cache), stats = runner.run(query.ids, self._catalog, policy, call, cancel=stop)
+        runner = PromptRunner(adapter, self._store, Controller(self._control.cost, "possible"))
+        (logits, cache), stats = runner.run(query.ids, self._catalog, policy, call, TraceRecorder(), cancel=stop)
         if policy.reuse and stats.mode != "blend":
             return None
         return forced_logits(self._model, Prefill(logits, cache, stats), query.answer_ids)
@@ -726,12 +726,11 @@ class BlendEngine:
         ids: np.ndarray,
         policy: BlendPolicy,
         call: Callable[[BlendCache | None], tuple[T, Sequence[int]]],
+        record: TraceRecorder,
         room: int = 0,
         cancel: threading.Event | None = None,
         with_prefixes: bool = True,
-        record: TraceRecorder | None = None,
     ) -> tuple[T, GenerationStats]:
-        record = record or TraceRecorder()
         record.turn("plan")
         if (self._adapter or self._continuation).weights.changed():
             policy = replace(policy, reuse=False)
@@ -743,7 +742,7 @@ class BlendEngine:
             return value, stats
         runner = PromptRunner(self._adapter, self._store, self._control, self._prefixes if with_prefixes else None)
         # A blend is kept of what is answered alone: copying it would hold up the others of a batch.
-        return runner.run(ids, self._catalog, policy, call, room, cancel, record, keep_blend=room > 0)
+        return runner.run(ids, self._catalog, policy, call, record, room, cancel, keep_blend=room > 0)
 
 
 def _controller_for(adapter: ModelAdapter, reuse_when: ReuseWhen) -> Controller:

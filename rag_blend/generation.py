@@ -34,13 +34,13 @@ class GenerationStats:
     Attributes:
         prompt_tokens: Length of the prompt.
         prefix_tokens: Reused without approximation, from stored chunks or from an earlier prompt.
-        reused_tokens: Reused from chunks cached in another context.
+        reused_tokens: Reused from chunks cached in another context, or from an earlier prompt that was blended.
         recomputed_tokens: Covered by such a chunk, but computed through all layers.
         fresh_tokens: Covered by neither.
         recompute_ratio: Fresh q/k/v rows of reused and recomputed tokens, as a share of layers x those tokens; what a
             selector computes in order to choose (dropped tokens, a pass of the question) is included.
-        mode: ``"blend"`` when chunks were laid out, even if all their tokens were recomputed; ``"prefix"`` when only
-            exact rows were reused; ``"full"`` when there was nothing to reuse.
+        mode: ``"blend"`` when chunks were laid out, even if all their tokens were recomputed, or a blended prompt was
+            gone on from; ``"prefix"`` when only exact rows were reused; ``"full"`` when nothing was.
         ttft_s: Seconds from the call to the first new token (or to the logits, for `prefill`).
         load_s: Seconds the reader spent on the stored rows, mostly hidden behind the computation.
         hits: Stored chunks that were laid out in the prompt.

@@ -74,7 +74,7 @@ class LayerPrefetcher:
         self._device, self._dtype = adapter.device, adapter.dtype  # the model looks them up among all its modules
         self._capacity = plan.num_tokens + room
         shape = (1, adapter.num_kv_heads, plan.num_tokens, adapter.head_dim)
-        self._unrotated = torch.zeros(shape, device=self._device)  # one layer's keys, float32; only the reader uses it
+        self._unrotated = torch.zeros(shape, device=self._device)  # one layer's keys, float32; only the placer uses it
         self._lane = CopyLane(self._device)
         self._slots = threading.Semaphore(depth)
         self._stopped = threading.Event()

@@ -6,7 +6,7 @@ that were recomputed in it are those that its own question needed, and it stays 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -15,6 +15,7 @@ import torch
 from rag_blend.catalog import common_prefix
 from rag_blend.chunk import LayerKV
 
+Recipe = Hashable
 MIN_TOKENS = 16  # fewer are computed as fast as they are copied
 
 
@@ -34,7 +35,7 @@ class Prefix:
     token_ids: np.ndarray
     layers: Sequence[LayerKV]
     frequencies: torch.Tensor
-    recipe: str | None = None
+    recipe: Recipe | None = None
     least: int = MIN_TOKENS
 
     def __len__(self) -> int:
@@ -94,7 +95,7 @@ class PrefixCache:
         """Memory that the rows take."""
         return sum(prefix.num_bytes for prefix in self._kept)
 
-    def find(self, token_ids: np.ndarray, frequencies: torch.Tensor, recipe: str | None = None) -> Prefix:
+    def find(self, token_ids: np.ndarray, frequencies: torch.Tensor, recipe: Recipe | None = None) -> Prefix:
         """The longest kept beginning of a prompt, without its last token; `NOTHING` if it is not worth it.
 
         Args:
@@ -117,13 +118,15 @@ class PrefixCache:
         prefix = prefix.first(self._max_bytes * len(prefix) // prefix.num_bytes)
         if len(prefix) < prefix.least:
             return
-        alike = [kept for kept in self._kept if kept.recipe == prefix.recipe]
-        for kept in alike:
-            if kept.common(prefix.token_ids, prefix.frequencies) == len(prefix):
+        for kept in self._kept:
+            if kept.recipe == prefix.recipe and kept.common(prefix.token_ids, prefix.frequencies) == len(prefix):
                 self._touch(kept)
                 return
-        begins_it = [kept for kept in alike if kept.common(prefix.token_ids, prefix.frequencies) == len(kept)]
-        self._kept = [kept for kept in self._kept if all(kept is not other for other in begins_it)]
+        self._kept = [
+            kept
+            for kept in self._kept
+            if kept.recipe != prefix.recipe or kept.common(prefix.token_ids, prefix.frequencies) < len(kept)
+        ]
         while self.num_bytes + prefix.num_bytes > self._max_bytes:
             del self._kept[0]
         self._kept.append(prefix.copy())

@@ -23,7 +23,7 @@ from rag_blend.generation import GenerationStats
 from rag_blend.models import ModelAdapter
 from rag_blend.plan import BlendPlan, Positions, plan_blend
 from rag_blend.prefetch import LayerPrefetcher, LostChunkError
-from rag_blend.prefixes import Prefix, PrefixCache
+from rag_blend.prefixes import Prefix, PrefixCache, Recipe
 from rag_blend.probe import ProbePass
 from rag_blend.rows import LayerSource
 from rag_blend.selectors import AttentionSelector, TokenSelector, selector_of
@@ -78,9 +78,9 @@ class BlendPolicy:
         return not self.reuse or self.recomputes_everything
 
     @property
-    def recipe(self) -> str:
+    def recipe(self) -> Recipe:
         """Tells two policies apart that may choose other tokens."""
-        return f"{type(self.selector).__qualname__} {sorted(vars(self.selector).items())} {self.ratio}"
+        return self.selector, self.ratio
 
     @property
     def acting_selector(self) -> TokenSelector:
@@ -95,7 +95,7 @@ class PromptRunner:
         adapter: The model.
         store: Where stored rows come from.
         control: Knows how long things take: what is worth reusing, and how long the store is worth waiting for.
-        prefixes: Earlier prompts, to which exact ones are added. None: neither is done.
+        prefixes: Earlier prompts, to which this one may be added. None: neither is done.
     """
 
     def __init__(
@@ -112,9 +112,9 @@ class PromptRunner:
         catalog: ChunkCatalog,
         policy: BlendPolicy,
         call: Call[T],
+        record: TraceRecorder,
         room: int = 0,
         cancel: threading.Event | None = None,
-        record: TraceRecorder | None = None,
         keep_blend: bool = False,
     ) -> tuple[T, GenerationStats]:
         """Let `call` run the model over a prompt with a cache that blends.
@@ -125,15 +125,14 @@ class PromptRunner:
             policy: How to treat the prompt.
             call: Runs the model's forward or `generate` on the whole prompt with the given cache; returns a value and
                 the ids of prompt and answer. It is called again if a chunk turns out to be damaged during the prefill.
+            record: Is told what happens.
             room: How many tokens will be decoded.
             cancel: Checked before each layer.
-            record: Is told what happens.
             keep_blend: Keep the prompt even if it was blended.
 
         Returns:
             The value that `call` returned, and the prompt's stats without `ttft_s`.
         """
-        record = record or TraceRecorder()
         record.turn("plan")
         prefixes = PrefixCache(0) if policy.is_check else self._prefixes
         frequencies = self._adapter.rotary.frequencies(len(ids), self._adapter.device)
@@ -232,7 +231,9 @@ class PromptRunner:
             with adapter.packing(), adapter.layer_hooks(blend.before_layer, cache):
                 value, token_ids = call(cache)
         record.recompute(blend.recomputed)
-        computing_s = cache.began_at - opened_at + cache.prefill_s - prefetcher.waited_s
+        computing_s = 0.0  # nobody knows on an accelerator
+        if cache.prefill_s:
+            computing_s = cache.began_at - opened_at + cache.prefill_s - prefetcher.waited_s
         work = self._control.cost.blend(plan, (blend.computed + charge) / adapter.num_layers, 0.0)
         self._control.learn_blend(work, computing_s, prefetcher.fetches(places))
         return value, token_ids, cache, _stats_of(plan, blend, adapter.num_layers, charge, prefetcher.load_s)

@@ -41,10 +41,10 @@ class Run(Protocol):
         ids: np.ndarray,
         policy: BlendPolicy,
         call: Call[T],
+        record: TraceRecorder,
         room: int = 0,
         cancel: threading.Event | None = None,
         with_prefixes: bool = True,
-        record: TraceRecorder | None = None,
     ) -> tuple[T, GenerationStats]:
         """The value that `call` returned, and the prompt's stats without `ttft_s`."""
 
@@ -127,7 +127,7 @@ class Server:
 
         only_steers = steers_only(request.kwargs)
         new_ids, stats = self._run(
-            request.ids, request.policy, call, request.max_new_tokens, request.cancel, only_steers, request.record
+            request.ids, request.policy, call, request.record, request.max_new_tokens, request.cancel, only_steers
         )
         return self._finished(request, new_ids, stats, clock.first_token_at)
 
@@ -178,7 +178,7 @@ class Server:
             self.forward(request.ids, cache)
             return cache, request.ids.tolist()
 
-        cache, stats = self._run(request.ids, request.policy, call, 0, request.cancel, True, request.record)
+        cache, stats = self._run(request.ids, request.policy, call, request.record, 0, request.cancel)
         request.record.turn("queue")  # for the others of the batch
         row = Row(request.ids, cache, request.max_new_tokens, request.stop, request.cancel, request.streamer)
         return stats, row

@@ -155,6 +155,8 @@ class KVStore:
 
     def places_of(self, keys: AbstractSet[str]) -> Mapping[str, str]:
         """The names of the places that entries would come from, by their keys; all the same where nobody can tell."""
+        if not keys:
+            return {}
         try:
             return self.patience.run(lambda: {key: self.backend.place_of(key) for key in keys}, lambda _: None)
         except OSError:

@@ -15,9 +15,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import LogitsProcessor, PreTrainedModel
 
-from rag_blend import BlendEngine, GenerationStats
+from rag_blend import BlendEngine, GenerationStats, TokenSelector
 from rag_blend.chunk import LayerKV
 from rag_blend.evaluation.calibrate import calibrate
+from rag_blend.plan import BlendPlan, Positions
 from rag_blend.prefixes import NOTHING, Prefix, PrefixCache
 from rag_blend.teacher import forced_logits
 from rag_blend.trace import Kind
@@ -30,6 +31,13 @@ LONGROPE = {
     "rope_type": "longrope", "short_factor": [1.0] * 8, "long_factor": [1.0 + i for i in range(8)],
     "original_max_position_embeddings": 64, "rope_theta": 10000.0, "factor": 4.0,
 }  # fmt: skip
+
+
+class _Slotted(TokenSelector):
+    __slots__ = ()
+
+    def select(self, plan: BlendPlan, ratio: float | None) -> Positions:
+        return plan.reusable[:4]
 
 
 def random_ids(seed: int, num_tokens: int) -> list[int]:
@@ -209,6 +217,14 @@ class TestWithStoredChunks:
         ours, theirs = (each.prefill(asked, **changes.get(change, {})) for each in (engine, plain))
         assert torch.equal(ours.logits, theirs.logits)
         assert ours.stats.prefix_tokens == theirs.stats.prefix_tokens
+
+    def test_a_selector_of_ones_own_is_its_own_recipe(self, make_engine: MakeEngine, texts: list[str]) -> None:
+        engine = make_engine(prefix_cache_bytes=MEMORY, selector=_Slotted(), recompute_ratio=0.05)
+        engine.ingest(texts, head=HEAD, progress=False)
+        prompt = HEAD + "\n\n".join(texts[1:4]) + QUESTION
+        engine.generate(prompt, 5)
+        assert engine.generate(prompt, 5).stats.fresh_tokens == 1
+        assert engine.generate(prompt, 5, selector=_Slotted()).stats.fresh_tokens > 1
 
     def test_blends_of_batches_and_bare_prefills_are_not_kept(self, make_engine: MakeEngine, texts: list[str]) -> None:
         engine = make_engine(prefix_cache_bytes=MEMORY, recompute_ratio=0.05)

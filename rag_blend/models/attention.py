@@ -114,7 +114,7 @@ class FewRows:
 
 def _seen_by(rows: torch.Tensor) -> int:
     """One past the last key that some of these rows of a mask let through."""
-    visible = rows if rows.dtype == torch.bool else rows == 0
+    visible = rows if rows.dtype == torch.bool else rows > torch.finfo(rows.dtype).min
     return int(visible.any(dim=0).nonzero()[-1]) + 1
 
 

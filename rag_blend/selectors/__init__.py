@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import pkgutil
+from functools import cache
 from typing import cast
 
 from rag_blend.selectors.base import AttentionSelector, ScoreSelector, TokenSelector
@@ -17,14 +18,17 @@ def selector_names() -> list[str]:
 
 
 def selector_of(choice: str | TokenSelector) -> TokenSelector:
-    """The selector of that name, or the object itself.
+    """The selector of that name, always the same object, or the object itself.
 
     Raises:
         ValueError: No selector has this name.
     """
-    if isinstance(choice, TokenSelector):
-        return choice
-    if choice not in selector_names():
-        raise ValueError(f"unknown selector {choice!r}; known: {', '.join(selector_names())}")
-    module = importlib.import_module(f"rag_blend.selectors.{choice}")
-    return cast(TokenSelector, getattr(module, f"{choice.title().replace('_', '')}Selector")())
+    return choice if isinstance(choice, TokenSelector) else _named(choice)
+
+
+@cache  # so that two prompts can be seen to have been blended in the same way, and no folder is listed for each
+def _named(name: str) -> TokenSelector:
+    if name not in selector_names():
+        raise ValueError(f"unknown selector {name!r}; known: {', '.join(selector_names())}")
+    module = importlib.import_module(f"rag_blend.selectors.{name}")
+    return cast(TokenSelector, getattr(module, f"{name.title().replace('_', '')}Selector")())

@@ -14,8 +14,8 @@ from rag_blend.storage.base import EntryReader, StorageBackend, StorageStats
 __all__ = ["EntryReader", "StorageBackend", "StorageStats", "open_storage"]
 
 _URL = re.compile(r"([A-Za-z][A-Za-z0-9_+.-]*)://(.*)", re.DOTALL)
-# Schemes whose backend has another name; it is given the whole URL, since the scheme tells it something.
 _KNOWN = "use a directory, memory://, redis:// or an object store such as s3://"
+# Schemes whose backend has another name; it is given the whole URL, since the scheme tells it something.
 _ALIASES = {
     **dict.fromkeys(("s3", "s3a", "gs", "az", "azure", "adl", "abfs", "abfss"), "object_store"),
     **dict.fromkeys(("rediss", "valkey", "valkeys"), "redis"),
