@@ -101,17 +101,11 @@ class TestWhatIsCounted:
         assert all(row["min_s"] >= LATENCY_S for (store, *_), row in run.cases().items() if store == "200")
 
     def test_it_resumes_and_leaves_no_caches(
-        self,
-        model: PreTrainedModel,
-        tokenizer: PreTrainedTokenizerFast,
-        tmp_path: Path,
-        monkeypatch: pytest.MonkeyPatch,
+        self, run: Run, model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        sweep = Sweep([128], [1], ["memory"])
-        first = measure_control(model, tokenizer, sweep, 1, tmp_path, progress=False)
-        assert [path.name[:7] for path in tmp_path.iterdir()] == ["rounds-"]
-        monkeypatch.setattr(BlendEngine, "prefill", None)
-        assert measure_control(model, tokenizer, sweep, 1, tmp_path, progress=False).rows == first.rows
+        assert [path.name[:7] for path in run.out.iterdir()] == ["rounds-"]
+        monkeypatch.setattr(BlendEngine, "prefill", pytest.fail)
+        assert measure_control(model, tokenizer, SWEEP, ROUNDS, run.out, progress=False).rows == run.report.rows
 
     def test_what_is_declined(
         self,
