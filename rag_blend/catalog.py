@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from itertools import islice
@@ -16,6 +16,7 @@ from rag_blend.chunk import GENERIC_HEAD, NO_TOKENS, ChunkOrigin, digest_ids
 from rag_blend.errors import StoreUnavailableError
 from rag_blend.label import ListedChunk
 from rag_blend.match import ChunkIndex, Match
+from rag_blend.plan import BlendPlan, plan_blend
 
 logger = logging.getLogger(__name__)
 
@@ -40,6 +41,27 @@ class Findings(NamedTuple):
     chunks: list[Match]
     elsewhere: list[Match]
     lost: list[str]
+
+    def plan(
+        self,
+        num_tokens: int,
+        whole: Sequence[Match],
+        is_lossless: Callable[[str], bool],
+        kept: int = 0,
+        kept_exact: bool = True,
+    ) -> BlendPlan:
+        """Lay out the prompt that these lie in.
+
+        Args:
+            num_tokens: Its length.
+            whole: Those of `prefix` that may stay exact in it. If there are any, the others of `prefix` are not used.
+            is_lossless: Whether the chunk of that key is stored as it was computed; others are blended.
+            kept: See `plan_blend`, like the next.
+            kept_exact: The same.
+        """
+        exact = [match for match in whole if is_lossless(match.key)]
+        inexact = [match for match in whole or self.prefix if match not in exact]
+        return plan_blend(num_tokens, exact, [*inexact, *self.chunks], kept=kept, kept_exact=kept_exact)
 
 
 @dataclass(frozen=True, slots=True)

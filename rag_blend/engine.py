@@ -28,14 +28,13 @@ from rag_blend.calibration import (
     priming_of,
     save_verdict,
 )
-from rag_blend.catalog import ChunkCatalog, Findings
-from rag_blend.chunk import NO_TOKENS, ChunkOrigin
+from rag_blend.catalog import Findings
 from rag_blend.codecs import Codec, codec_of
 from rag_blend.continuation import Continuation
 from rag_blend.control import Controller, ReuseWhen
 from rag_blend.decode import can_decode_together
 from rag_blend.errors import GenerationCancelledError, PromptTooLongError, UnsupportedModelError
-from rag_blend.fingerprint import fingerprint_of
+from rag_blend.fingerprint import fingerprint_of, stored_dtype
 from rag_blend.generation import (
     Generation,
     GenerationStats,
@@ -46,8 +45,9 @@ from rag_blend.generation import (
     wanted_tokens,
 )
 from rag_blend.info import context_window_of
-from rag_blend.ingest import Ingester, IngestReport, read_head
+from rag_blend.ingest import Ingester, IngestReport
 from rag_blend.later import IdleClock, IdleIngester, PendingText
+from rag_blend.listing import empty_catalog, usable_chunks
 from rag_blend.loading import load
 from rag_blend.metrics import NO_FAULTS, Metrics, MetricsRecorder, drift_figures, tiers_of
 from rag_blend.models import ModelAdapter, adapter_for, bare_model, lock_of
@@ -175,13 +175,13 @@ class BlendEngine:
         answer = (self._server.answer, self._server.answer_together)
         self._queue = RequestQueue(self._lock, *answer, self._go_together, max_batch)
         self.context_window = context_window_of(model.config, tokenizer)
-        kv_dtype = kv_dtype or (model.dtype if model.dtype.itemsize == 2 else torch.float16)
+        kv_dtype = stored_dtype(model.dtype, kv_dtype)
         self._backend = open_storage(storage)
         fingerprint = fingerprint_of(model, tokenizer, kv_dtype).digest
         self._store = KVStore(self._backend, fingerprint, namespace, kv_dtype, codec)
         self._primer = Primer(prime, prime_tokens, prime_texts, tokenizer, self._store)
         self._priming = priming_of(prime, prime_tokens, prime_texts)
-        self._catalog = ChunkCatalog(self._store.token_ids, self._head_ids, any_head)
+        self._catalog = empty_catalog(self._store, any_head)
         self._clock = IdleClock()
         self._fetching = ThreadPoolExecutor(1, thread_name_prefix="rag-blend-prefetch")
         self._later = IdleIngester(self._ingest_now, self._clock.idle_s)
@@ -582,7 +582,7 @@ class BlendEngine:
             self._policies.adopt(load_verdict(self._store, self._priming))
             self._primer.reload()
             self._catalog.clear()  # not replaced: an ingestion that waits for the lock goes on with it
-            self._catalog.add_all(chunk for chunk in self._store.scan() if self._accepts(chunk.origin))
+            self._catalog.add_all(usable_chunks(self._store, self._primer))
 
     def close(self) -> None:
         """Release handles and memory; do not use the engine afterwards. The model stays the caller's."""
@@ -601,10 +601,6 @@ class BlendEngine:
     ) -> None:
         self.close()
 
-    def _accepts(self, origin: ChunkOrigin) -> bool:
-        """Whether this engine uses what was cached so: a head's own cache, or primed as it primes itself."""
-        return origin.prime == NO_TOKENS == origin.head or self._primer.accepts(origin.prime)
-
     def _adapt(self, on_unsupported: str) -> ModelAdapter | None:
         try:
             adapter = adapter_for(self._model)
@@ -617,14 +613,6 @@ class BlendEngine:
             logger.warning("%s It is served by plain full prefill: %s.", error.reason, reuse)
             return None
         return adapter
-
-    def _head_ids(self, digest: str) -> np.ndarray:
-        if digest == NO_TOKENS:
-            return np.empty(0, dtype=np.int32)
-        ids = read_head(self._store, digest)
-        if ids is None:
-            raise KeyError(digest)
-        return ids
 
     def _checked_ids(self, prompt: str | Sequence[int], add_special_tokens: bool | None) -> np.ndarray:
         ids = self._known_ids(prompt_ids(self.tokenizer, prompt, add_special_tokens))

@@ -31,6 +31,11 @@ _NOT_THE_FUNCTION = {
 }
 
 
+def stored_dtype(compute_dtype: torch.dtype, asked: torch.dtype | None) -> torch.dtype:
+    """The dtype of stored keys and values: the one asked for, else the model's own if it has 16 bits, else float16."""
+    return asked or (compute_dtype if compute_dtype.itemsize == 2 else torch.float16)
+
+
 def fingerprint_of(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, kv_dtype: torch.dtype
 ) -> ModelFingerprint:

@@ -21,7 +21,7 @@ from rag_blend.control import Controller
 from rag_blend.errors import CorruptChunkError, GenerationCancelledError
 from rag_blend.generation import GenerationStats
 from rag_blend.models import ModelAdapter
-from rag_blend.plan import BlendPlan, Positions, plan_blend
+from rag_blend.plan import BlendPlan, Positions
 from rag_blend.prefetch import LayerPrefetcher, LostChunkError
 from rag_blend.prefixes import Prefix, PrefixCache, Recipe
 from rag_blend.probe import ProbePass
@@ -188,16 +188,11 @@ class PromptRunner:
                 "%d stored chunks lie in this prompt but were cached behind another head, so they are not reused; "
                 "ingest them with this prompt's head, or use any_head=True", len(found.elsewhere),
             )  # fmt: skip
-        if policy.recomputes_everything:  # even what would be exact, but for 16-bit storage
-            plan = plan_blend(len(ids), [], [*found.prefix, *found.chunks])
-        else:
-            same, device = self._adapter.rotary.same_angles, self._adapter.device
-            whole = [match for match in found.prefix if same(len(ids), match.end, device=device)]
-            exact = [match for match in whole if self._store.is_lossless(match.key)]
-            inexact = [match for match in whole if match not in exact] if whole else found.prefix
-            others = [*inexact, *found.chunks]
-            plan = plan_blend(len(ids), exact, others, kept=len(kept), kept_exact=kept.recipe is None)
-        return plan, found
+        same, device = self._adapter.rotary.same_angles, self._adapter.device
+        # Where everything is recomputed, so is what would be exact, but for 16-bit storage.
+        candidates = [] if policy.recomputes_everything else found.prefix
+        whole = [match for match in candidates if same(len(ids), match.end, device=device)]
+        return found.plan(len(ids), whole, self._store.is_lossless, len(kept), kept.recipe is None), found
 
     def _run_plan(
         self,

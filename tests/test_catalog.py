@@ -14,6 +14,8 @@ from rag_blend.match import Match
 HEAD, OTHER_HEAD = token_ids(100, 12), token_ids(101, 12)
 A, B, C = (token_ids(i, 40) for i in (1, 2, 3))
 QUESTION = token_ids(200, 9)
+HEAD_OF_20 = token_ids(102, 20)  # long enough to be found itself
+NO_IDS = np.empty(0, dtype=np.int32)
 PRIME = digest_ids([7, 7, 7])
 NOTHING = Findings([], [], [], [])
 
@@ -23,7 +25,7 @@ class Shelf:
 
     def __init__(self, any_head: bool = False) -> None:
         self.ids: dict[str, np.ndarray] = {}
-        self.heads = {digest_ids(h): h for h in (HEAD, OTHER_HEAD)} | {NO_TOKENS: np.empty(0, dtype=np.int32)}
+        self.heads = {digest_ids(h): h for h in (HEAD, OTHER_HEAD, HEAD_OF_20, NO_IDS)}
         self.catalog = ChunkCatalog(self.ids.__getitem__, self.heads.__getitem__, any_head)
 
     def add(self, ids: np.ndarray, head: np.ndarray | str = HEAD, prime: str = NO_TOKENS) -> str:
@@ -49,6 +51,21 @@ def places(matches: list[Match]) -> list[tuple[str, int, int, int]]:
 def test_an_empty_catalog_finds_nothing(shelf: Shelf) -> None:
     assert shelf.find(HEAD, A) == NOTHING
     assert len(shelf.catalog) == 0
+
+
+def test_a_plan_takes_as_exact_what_stays_so_and_is_stored_without_loss(shelf: Shelf) -> None:
+    head, a, b = shelf.add(HEAD_OF_20, NO_TOKENS), shelf.add(A, HEAD_OF_20), shelf.add(B, HEAD_OF_20)
+    found = shelf.find(HEAD_OF_20, A, B, QUESTION)
+    assert [match.key for match in found.prefix] == [head, a]
+
+    def planned(whole: list[Match], lossy: str = "") -> list[tuple[str, bool]]:
+        segments = found.plan(20 + 40 + 40 + 9, whole, lambda key: key != lossy).segments
+        return [(segment.key, segment.exact) for segment in segments]
+
+    assert planned(found.prefix) == [(head, True), (a, True), (b, False)]
+    assert planned(found.prefix, lossy=a) == [(head, True), (a, False), (b, False)]
+    assert planned([]) == [(head, False), (a, False), (b, False)]
+    assert planned(found.prefix[1:]) == [(a, True), (b, False)]  # a head with other angles would only spoil it
 
 
 def test_directly_behind_its_head_a_chunk_is_exact(shelf: Shelf) -> None:

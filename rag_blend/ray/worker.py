@@ -20,7 +20,7 @@ from rag_blend.catalog import ChunkCatalog
 from rag_blend.chunk import ChunkOrigin
 from rag_blend.codecs import Codec
 from rag_blend.errors import UnsupportedModelError
-from rag_blend.fingerprint import fingerprint_of
+from rag_blend.fingerprint import fingerprint_of, stored_dtype
 from rag_blend.info import context_window_of
 from rag_blend.ingest import Ingester, IngestReport
 from rag_blend.loading import load
@@ -81,14 +81,22 @@ class IngestWorker:
     def __init__(self, settings: WorkerSettings) -> None:
         model, self._tokenizer = load(settings.model, settings.device, settings.dtype, settings.model_kwargs)
         model = bare_model(model).eval()
-        self._adapter = _checked_adapter(model)
-        kv_dtype = settings.kv_dtype or (model.dtype if model.dtype.itemsize == 2 else torch.float16)
+        adapter = _checked_adapter(model)
+        kv_dtype = stored_dtype(model.dtype, settings.kv_dtype)
         fingerprint = fingerprint_of(model, self._tokenizer, kv_dtype).digest
         backend = open_storage(settings.storage)
-        self._store = KVStore(backend, fingerprint, settings.namespace, kv_dtype, settings.codec)
+        store = KVStore(backend, fingerprint, settings.namespace, kv_dtype, settings.codec)
         priming = (settings.prime, settings.prime_tokens, settings.prime_texts)
-        self._primer = Primer(*priming, self._tokenizer, self._store)
-        self._context_window = context_window_of(model.config, self._tokenizer)
+        self._primer = Primer(*priming, self._tokenizer, store)
+        self._ingester = Ingester(
+            adapter,
+            self._tokenizer,
+            store,
+            self._primer,
+            _NoCatalog(),
+            threading.RLock(),
+            context_window_of(model.config, self._tokenizer),
+        )
         self._head = None if settings.head is None else prompt_ids(self._tokenizer, settings.head)
         if self._head is not None and self._head.max() >= model.get_input_embeddings().num_embeddings:
             raise ValueError(f"the head's token id {self._head.max()} is outside the model's vocabulary")
@@ -109,17 +117,8 @@ class IngestWorker:
         Raises:
             OSError: The storage refused; what was written before stays.
         """
-        ingester = Ingester(
-            self._adapter,
-            self._tokenizer,
-            self._store,
-            self._primer,
-            _NoCatalog(),
-            threading.RLock(),
-            self._context_window,
-        )
         texts, documents = _columns(chunks)
-        return ingester.ingest(texts, self._head, documents, progress=False)
+        return self._ingester.ingest(texts, self._head, documents, progress=False)
 
 
 def _checked_adapter(model: PreTrainedModel) -> ModelAdapter:

@@ -9,6 +9,8 @@ from typing import Any
 
 import torch
 
+from rag_blend.fingerprint import stored_dtype
+
 SECRET_VARIABLE = "RAG_BLEND_SECRET"  # not in the configuration: vLLM logs that
 _DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32}
 
@@ -41,7 +43,7 @@ class Options:
     max_rows: int | None = None
 
     def __post_init__(self) -> None:
-        if not self.storage or self.storage == "memory://":
+        if not self.storage or (isinstance(self.storage, str) and self.storage.lower().startswith("memory://")):
             raise ValueError("storage must be a place that the engine that ingests shares with this server")
         if self.kv_dtype not in {None, *_DTYPES}:
             raise ValueError(f"kv_dtype must be one of {', '.join(_DTYPES)}, got {self.kv_dtype!r}")
@@ -64,14 +66,14 @@ class Options:
             raise ValueError('kv_connector_extra_config must say where the chunks are: {"storage": "kv/"}')
         given = dict(extra_config)
         if "namespaces" in given:
+            if isinstance(given["namespaces"], str):
+                raise ValueError(f"namespaces must be a list, such as [{given['namespaces']!r}]")
             given["namespaces"] = tuple(given["namespaces"])
         return cls(**given)
 
     def stored_dtype(self, model_dtype: torch.dtype) -> torch.dtype:
-        """Dtype of stored keys and values, by `BlendEngine`'s rule."""
-        if self.kv_dtype is not None:
-            return _DTYPES[self.kv_dtype]
-        return model_dtype if model_dtype.itemsize == 2 else torch.float16
+        """Dtype of stored keys and values."""
+        return stored_dtype(model_dtype, None if self.kv_dtype is None else _DTYPES[self.kv_dtype])
 
 
 def secret() -> str:

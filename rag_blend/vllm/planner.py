@@ -13,10 +13,8 @@ import numpy as np
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from rag_blend.catalog import ChunkCatalog
-from rag_blend.chunk import NO_TOKENS, ChunkOrigin
-from rag_blend.ingest import read_head
-from rag_blend.plan import BlendPlan, Positions, plan_blend
+from rag_blend.listing import empty_catalog, usable_chunks
+from rag_blend.plan import BlendPlan, Positions
 from rag_blend.primer import Primer
 from rag_blend.runner import BlendPolicy
 from rag_blend.selectors import AttentionSelector, selector_names, selector_of
@@ -36,21 +34,16 @@ class PromptPlan:
         token_ids: Of that beginning, int32, shape (num_tokens,).
         layout: What stored chunks cover of it.
         chosen: Covered positions that are computed nevertheless, from layer 0 on, ascending.
-        recipe: By which it was planned.
+        policy: By which they were chosen.
     """
 
     token_ids: np.ndarray
     layout: BlendPlan
     chosen: Positions
-    recipe: Recipe
+    policy: BlendPolicy
 
     def __len__(self) -> int:
         return len(self.token_ids)
-
-    @property
-    def recomputes_everything(self) -> bool:
-        """See `BlendPolicy.recomputes_everything`."""
-        return policy_of(self.recipe).recomputes_everything
 
     @property
     def rows(self) -> Positions:
@@ -64,13 +57,14 @@ def policy_of(recipe: Recipe) -> BlendPolicy:
     Raises:
         ValueError: There is no such selector, vLLM has not what it needs, or the ratio is none.
     """
-    if isinstance(selector_of(recipe.selector), AttentionSelector):
+    policy = BlendPolicy.of(recipe.selector, recipe.recompute_ratio)
+    if isinstance(policy.selector, AttentionSelector):
         able = [name for name in selector_names() if not isinstance(selector_of(name), AttentionSelector)]
         raise ValueError(
             f"selector {recipe.selector!r} must see what a question attends to, which vLLM's kernels do not show; "
             f"use one of {', '.join(able)}"
         )
-    return BlendPolicy.of(recipe.selector, recipe.recompute_ratio)
+    return policy
 
 
 class PromptPlanner:
@@ -92,6 +86,7 @@ class PromptPlanner:
         tokenizer: PreTrainedTokenizerBase,
         options: Options,
     ) -> None:
+        self._backend = backend
         self._tenants = {
             name: _Tenant(KVStore(backend, fingerprint, name, kv_dtype), tokenizer, options)
             for name in options.namespaces
@@ -133,13 +128,17 @@ class PromptPlanner:
         self._lookups.submit(self._tenants[namespace].remove, list(keys))
 
     def close(self) -> None:
-        """Stop; what is still to be looked up is dropped."""
+        """Stop and release the store; what is still to be looked up is dropped."""
         self._lookups.shutdown(cancel_futures=True)
         self._scans.shutdown(cancel_futures=True)
+        self._backend.close()
 
     def _refresh(self) -> None:
-        for tenant in self._tenants.values():
-            tenant.refresh()
+        for name, tenant in self._tenants.items():
+            try:
+                tenant.refresh()
+            except Exception:  # nobody waits for it, so nobody else would say so
+                logger.exception("namespace %r was not looked through, what was known of it is still used", name)
 
 
 class _Tenant:
@@ -149,7 +148,6 @@ class _Tenant:
         self._store = store
         self._any_head = options.any_head
         self._primer = Primer(options.prime, options.prime_tokens, options.prime_texts, tokenizer, store)
-        self._catalog = ChunkCatalog(store.token_ids, self._head_ids, options.any_head)
         self.refresh()
         if not len(self._catalog):
             logger.warning(
@@ -160,8 +158,8 @@ class _Tenant:
     def refresh(self) -> None:
         """Look through the store; look-ups go on with what was known until it is done."""
         self._primer.reload()
-        catalog = ChunkCatalog(self._store.token_ids, self._head_ids, self._any_head)
-        catalog.add_all(chunk for chunk in self._store.scan() if self._accepts(chunk.origin))
+        catalog = empty_catalog(self._store, self._any_head)
+        catalog.add_all(usable_chunks(self._store, self._primer))
         self._catalog = catalog
 
     def remove(self, keys: Iterable[str]) -> None:
@@ -170,25 +168,10 @@ class _Tenant:
     def plan(self, token_ids: np.ndarray, recipe: Recipe, without: AbstractSet[str]) -> PromptPlan | None:
         policy = policy_of(recipe)
         found = self._catalog.find(token_ids, without)
-        if policy.recomputes_everything:
-            exact = []
-        else:
-            exact = [match for match in found.prefix if self._store.is_lossless(match.key)]
-        inexact = [match for match in found.prefix if match not in exact]
-        whole = plan_blend(len(token_ids), exact, [*inexact, *found.chunks])
-        if not whole.segments:
+        whole = [] if policy.recomputes_everything else found.prefix
+        plan = found.plan(len(token_ids), whole, self._store.is_lossless)
+        if not plan.segments:
             return None
-        chosen = policy.acting_selector.select(whole, policy.ratio)
-        end = whole.segments[-1].end
-        return PromptPlan(token_ids[:end], BlendPlan(end, whole.segments), chosen, recipe)
-
-    def _accepts(self, origin: ChunkOrigin) -> bool:
-        return origin.prime == NO_TOKENS == origin.head or self._primer.accepts(origin.prime)
-
-    def _head_ids(self, digest: str) -> np.ndarray:
-        if digest == NO_TOKENS:
-            return np.empty(0, dtype=np.int32)
-        ids = read_head(self._store, digest)
-        if ids is None:
-            raise KeyError(digest)
-        return ids
+        chosen = policy.acting_selector.select(plan, policy.ratio)
+        end = plan.segments[-1].end
+        return PromptPlan(token_ids[:end], BlendPlan(end, plan.segments), chosen, policy)

@@ -154,10 +154,10 @@ class BlendScheduler:
 
 
 def _num_kept(plan: PromptPlan, start: int) -> int | None:
-    selector = selector_of(plan.recipe.selector)
-    if selector.check_layer is None or plan.recomputes_everything:
+    selector, ratio = plan.policy.acting_selector, plan.policy.ratio
+    if selector.check_layer is None:
         return None
-    ratio = selector.default_ratio if plan.recipe.recompute_ratio is None else plan.recipe.recompute_ratio
+    ratio = selector.default_ratio if ratio is None else ratio
     return share_of(int((plan.layout.reusable >= start).sum()), ratio or 0.0)
 
 

@@ -62,6 +62,8 @@ def test_clients_need_neither_vllm_nor_torch() -> None:
         ({}, "where the chunks are"),
         ({"storage": "kv", "sekret": 1}, "sekret"),
         ({"storage": "memory://"}, "shares"),
+        ({"storage": "Memory://?quota=2GB"}, "shares"),
+        ({"storage": "kv", "namespaces": "team"}, "must be a list"),
         ({"storage": "kv", "kv_dtype": "int8"}, "kv_dtype"),
         ({"storage": "kv", "max_rows": 0}, "max_rows"),
     ],

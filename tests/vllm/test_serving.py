@@ -291,6 +291,22 @@ def test_damaged_entries_are_recomputed(
     assert answer.report["rag_blend"]["reused_tokens"] == reference.stats.reused_tokens + reference.stats.prefix_tokens
 
 
+def test_a_store_that_does_not_answer_costs_a_recompute_and_is_used_again_later(
+    clean: Server, hf: BlendEngine, texts: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The workers' store alone: what the scheduler's half has promised cannot be read."""
+    from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+    ids = ids_of(hf, prompt_of([texts[6], texts[3]]))
+    with monkeypatch.context() as broken:
+        broken.setattr(get_kv_transfer_group()._blender._backend, "open", Mock(side_effect=OSError("planted")))
+        answer = clean.ask_one(ids, fields_of("none"))
+    assert answer.far_from(full(hf, ids)) < CLOSE
+    assert answer.report["rag_blend"]["reused_tokens"] == 0
+    clean.forget_blocks()
+    assert clean.ask_one(ids, fields_of("none")).report["rag_blend"]["reused_tokens"] > 100
+
+
 def test_a_store_of_another_dtype_is_a_miss(clean: Server, make_hf: Callable[..., BlendEngine]) -> None:
     """What a half-precision model computed is another cache, and so is what is stored in another dtype."""
     half = make_hf(dtype=torch.bfloat16, reuse_when="possible")
