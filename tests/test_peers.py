@@ -23,13 +23,16 @@ sys.path.append(str(Path(__file__).parent.parent / "examples" / "benchmarks" / "
 import peer_rag_blend
 import peer_transformers
 import run
-from contestants import BFLOAT16, CONTESTANTS, REFERENCE, Contestant
+from contestants import BFLOAT16, CONTESTANTS, Contestant
 from environments import Environment, NotInstalledError
 from measure import Result, measure
 from peer_process import PeerError, PeerProcess
 from prompts import CASES, CHUNK_TOKENS, HEAD_TOKENS, WARM_UP, Prompt, Texts, lines_of, make_prompts
 from report import json_of, markdown_of, write
 from weights import Model, NoWeightsError, requantise
+
+from rag_blend.evaluation.speed.page import page_of, read_results
+from rag_blend.evaluation.speed.peers import REFERENCE
 
 HERE = Path(run.__file__).parent
 SMALLEST_BLOCK = 16  # tokens; no cache reuses less
@@ -264,6 +267,12 @@ class TestReport:
                 assert row["kl"] is None or row["kl"] >= 0
         assert json_of(results[2])["error"] == "npm is not on the PATH"
         assert json_of(results[0])["settings"] == {"kind": "fake"}
+
+    def test_they_are_on_the_page_of_all_benches(self, results: list[Result], tmp_path: Path) -> None:
+        write(results, {}, "truth", tmp_path)
+        page = page_of(read_results([tmp_path]))
+        assert "### 1,024 tokens of chunks: cold" in page and "### 2,048 tokens of chunks: other order" in page
+        assert "| truth | 7 | kind fake |" in page and "| absent |  | npm is not on the PATH |" in page
 
     def test_markdown_names_everyone_and_why_some_are_missing(self, results: list[Result]) -> None:
         text = markdown_of(results, {"CPU": "a fast one"}, "truth")

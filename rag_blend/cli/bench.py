@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from rag_blend.cli.bench_speed import COMMANDS
+from rag_blend.cli.bench_speed import COMMANDS, JsonReportOption
 from rag_blend.cli.bench_speed_report import report
 from rag_blend.cli.bench_store import store
 from rag_blend.cli.codecs import codecs
@@ -26,7 +26,6 @@ from rag_blend.cli.common import (
     task_names,
     user_errors,
 )
-from rag_blend.errors import RagBlendError
 
 if TYPE_CHECKING:
     from rag_blend.evaluation import QualityReport
@@ -70,7 +69,7 @@ def quality(
     out: Annotated[
         Path, typer.Option(help="For reports, plots and case results; a run resumes.", metavar="DIR")
     ] = Path("quality"),
-    as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON instead of tables.")] = False,
+    as_json: JsonReportOption = False,
     dtype: DtypeOption = "float32",
     seed: Annotated[int, typer.Option(help="Of shuffling and made-up tasks.")] = 0,
 ) -> None:
@@ -113,10 +112,7 @@ def figures(
 
         cases = read_cases(data, limit, passages, [], False, 0)
         loaded, tokenizer = load_model(model, dtype)
-        try:
-            paths = draw_figures(loaded, tokenizer, cases, out)
-        except ModuleNotFoundError as error:  # matplotlib's; the text says what to install
-            raise RagBlendError(str(error)) from error
+        paths = draw_figures(loaded, tokenizer, cases, out)
         if as_json:
             typer.echo(json.dumps({"figures": [str(path) for path in paths]}))
         else:

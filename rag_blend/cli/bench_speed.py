@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
 ChunkTokensOption = Annotated[int, typer.Option(min=16, help="Tokens of a chunk.")]
 LengthOption = Annotated[int, typer.Option(min=1, help="Tokens of the chunks in a prompt.")]
+LengthsOption = Annotated[str, typer.Option(help="Tokens of the chunks in a prompt, separated by commas.")]
 TextsOption = Annotated[
     list[Path] | None,
     typer.Option(
@@ -25,21 +26,19 @@ TextsOption = Annotated[
 ]
 RoundsOption = Annotated[int, typer.Option(min=1, help="How often everything is measured, each time on other texts.")]
 OutOption = Annotated[Path, typer.Option(help="For report, plot and single rounds; a run resumes.", metavar="DIR")]
-JsonOption = Annotated[bool, typer.Option("--json", help="Print the report as JSON instead of tables.")]
+JsonReportOption = Annotated[bool, typer.Option("--json", help="Print the report as JSON instead of tables.")]
 _OUT = Path("speed")
 _ALL_CASES = 1_000_000
 
 
 def ttft(
     model: ModelOption,
-    lengths: Annotated[str, typer.Option(help="Tokens of the chunks in a prompt, separated by commas.")] = (
-        "1024,2048,4096"
-    ),
+    lengths: LengthsOption = "1024,2048,4096",
     chunk_tokens: ChunkTokensOption = 512,
     rounds: RoundsOption = 5,
     data: TextsOption = None,
     out: OutOption = _OUT,
-    as_json: JsonOption = False,
+    as_json: JsonReportOption = False,
     dtype: DtypeOption = "float32",
 ) -> None:
     """Time to first token: full prefill, a prefix cache, CacheBlend as published, and rag_blend.
@@ -49,7 +48,7 @@ def ttft(
     with user_errors("bench"):
         from rag_blend.evaluation.speed.ttft import measure_ttft
 
-        wanted = [int(length) for length in _numbers("lengths", lengths)]
+        wanted = _counts("lengths", lengths)
         loaded, tokenizer = load_model(model, dtype)
         texts = _texts(tokenizer, chunk_tokens, data)
         _finish(measure_ttft(loaded, tokenizer, texts, wanted, rounds, out, progress=not as_json), out, as_json)
@@ -69,7 +68,7 @@ def pipeline(
     rounds: RoundsOption = 5,
     data: TextsOption = None,
     out: OutOption = _OUT,
-    as_json: JsonOption = False,
+    as_json: JsonReportOption = False,
     dtype: DtypeOption = "float32",
 ) -> None:
     """Time to first token from stores of several speeds, beside loading alone and computing alone.
@@ -92,9 +91,7 @@ def pipeline(
 
 def control(
     model: ModelOption,
-    lengths: Annotated[str, typer.Option(help="Tokens of the chunks in a prompt, separated by commas.")] = (
-        "128,512,2048,7680"  # the longest that fits a window of 8,192 with head and question
-    ),
+    lengths: LengthsOption = "128,512,2048,7680",  # the longest that fits a window of 8,192 with head and question
     hits: Annotated[str, typer.Option(help="Shares of a prompt's 8 chunks that are stored, separated by commas.")] = (
         "0,0.125,0.25,0.5,1"
     ),
@@ -104,7 +101,7 @@ def control(
     latency_ms: Annotated[float, typer.Option(min=0, help="From a read through a slow line to its first byte.")] = 20.0,
     rounds: Annotated[int, typer.Option(min=1, help="How often each case is measured, on other prompts.")] = 5,
     out: OutOption = _OUT,
-    as_json: JsonOption = False,
+    as_json: JsonReportOption = False,
     dtype: DtypeOption = "float32",
 ) -> None:
     """An engine that decides by itself what to reuse, beside full prefill: is it ever slower?
@@ -114,7 +111,7 @@ def control(
     with user_errors("bench"):
         from rag_blend.evaluation.speed.sweep import Sweep, measure_control
 
-        wanted = [int(length) for length in _numbers("lengths", lengths)]
+        wanted = _counts("lengths", lengths)
         places = list(dict.fromkeys(store.strip() for store in stores.split(",")))
         sweep = Sweep(wanted, _numbers("hits", hits, or_zero=True), places, latency_ms / 1e3)
         loaded, tokenizer = load_model(model, dtype)
@@ -131,7 +128,7 @@ def throughput(
     rounds: RoundsOption = 1,
     data: TextsOption = None,
     out: OutOption = _OUT,
-    as_json: JsonOption = False,
+    as_json: JsonReportOption = False,
     dtype: DtypeOption = "float32",
 ) -> None:
     """Requests a second, latency and memory with several clients at once.
@@ -141,7 +138,7 @@ def throughput(
     with user_errors("bench"):
         from rag_blend.evaluation.speed.throughput import Load, measure_throughput
 
-        load = Load(requests, [int(clients) for clients in _numbers("concurrency", concurrency)], max_new_tokens)
+        load = Load(requests, _counts("concurrency", concurrency), max_new_tokens)
         loaded, tokenizer = load_model(model, dtype)
         texts = _texts(tokenizer, chunk_tokens, data)
         _finish(measure_throughput(loaded, tokenizer, texts, length, load, rounds, out, not as_json), out, as_json)
@@ -154,7 +151,7 @@ def ingest(
     rounds: RoundsOption = 5,
     data: TextsOption = None,
     out: OutOption = _OUT,
-    as_json: JsonOption = False,
+    as_json: JsonReportOption = False,
     dtype: DtypeOption = "float32",
 ) -> None:
     """Tokens a second that are ingested, beside plain batched prefill of the same chunks.
@@ -181,7 +178,7 @@ def match(
     window: Annotated[int, typer.Option(min=1, help="Tokens that a fingerprint covers.")] = 16,
     seed: Annotated[int, typer.Option(help="Of the random ids.")] = 0,
     out: Annotated[Path, typer.Option(help="For report and plot.", metavar="DIR")] = _OUT,
-    as_json: JsonOption = False,
+    as_json: JsonReportOption = False,
 ) -> None:
     """How long finding stored chunks in a prompt takes, and how much memory their index needs.
 
@@ -190,7 +187,7 @@ def match(
     with user_errors("bench"):
         from rag_blend.evaluation.speed.matching import Collection, measure_matching
 
-        counts = [int(count) for count in _numbers("chunks", chunks)]
+        counts = _counts("chunks", chunks)
         collection = Collection(chunk_tokens, prompt_tokens, vocabulary, shared_tokens, window, seed)
         _finish(measure_matching(counts, collection, rounds, not as_json), out, as_json)
 
@@ -207,6 +204,10 @@ def _numbers(option: str, text: str, or_zero: bool = False) -> list[float]:
         kind = "numbers from 0 on" if or_zero else "positive numbers"
         raise ValueError(f"--{option} takes {kind} separated by commas, not {text!r}")
     return numbers
+
+
+def _counts(option: str, text: str) -> list[int]:
+    return [int(number) for number in _numbers(option, text)]
 
 
 def _texts(tokenizer: Any, chunk_tokens: int, data: list[Path] | None) -> Texts:

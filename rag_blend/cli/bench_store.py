@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from rag_blend.cli.common import console_of, table_with, user_errors
+from rag_blend.cli.common import JsonOption, console_of, table_with, user_errors
 
 
 def store(
@@ -17,7 +17,7 @@ def store(
     ] = None,
     counts: Annotated[str, typer.Option(help="Numbers of entries to fill it up to.")] = "100,1000,10000",
     entry: Annotated[str, typer.Option(help="Size of an entry: 64KiB, 12MB, ...")] = "64KiB",
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    as_json: JsonOption = False,
 ) -> None:
     """Write, read, open and list entries of random bytes.
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
@@ -21,7 +20,7 @@ from rag_blend.evaluation.bootstrap import Interval, mean_interval
 from rag_blend.evaluation.cases import Case
 from rag_blend.evaluation.environment import environment_of
 from rag_blend.evaluation.reference import reference_of, require_fit
-from rag_blend.evaluation.report import without_nan
+from rag_blend.evaluation.report import json_text
 from rag_blend.evaluation.results import Fidelity, Measurement
 from rag_blend.teacher import forced_logits
 
@@ -88,7 +87,7 @@ class Calibration:
             for result in self.results
         ]
         data = {"verdict": asdict(self.verdict), "results": results, "environment": self.environment}
-        return json.dumps(without_nan(data), indent=2, allow_nan=False) + "\n"
+        return json_text(data)
 
 
 def calibrate(

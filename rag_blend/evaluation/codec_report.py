@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import statistics
 from collections.abc import Callable, Mapping, Sequence
@@ -11,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from rag_blend.evaluation.bootstrap import Interval
-from rag_blend.evaluation.report import without_nan
+from rag_blend.evaluation.report import json_text, markdown_table, write_texts
 
 _NOTES = """\
 Bytes per token are those of whole entries. Written: from computed rows in float32 to the bytes of an entry; read: from
@@ -84,7 +83,7 @@ class CodecReport:
             "prompt_tokens": list(self.prompt_tokens),
             "codecs": [_named(result) for result in self.results],
         }
-        return json.dumps(without_nan(data), indent=2, allow_nan=False) + "\n"
+        return json_text(data)
 
     def to_markdown(self) -> str:
         """The same for people."""
@@ -94,9 +93,8 @@ class CodecReport:
             f"median {statistics.median(lengths):g}."
         )
         environment = [f"- {name}: {value}" for name, value in self.environment.items()]
-        header, *rows = (f"| {' | '.join(row)} |" for row in self.table())
-        rule = "|" + "---|" * (1 + len(_COLUMNS))
-        return "\n".join(["# Codecs", "", *environment, "", _NOTES, cases, "", header, rule, *rows, ""])
+        table = markdown_table(self.table())
+        return "\n".join(["# Codecs", "", *environment, "", _NOTES, cases, "", *table, ""])
 
     def write(self, directory: str | os.PathLike[str]) -> list[Path]:
         """Write ``codecs.json`` and ``codecs.md``; returns their paths.
@@ -104,10 +102,7 @@ class CodecReport:
         Raises:
             OSError: They cannot be written.
         """
-        written = [Path(directory) / "codecs.json", Path(directory) / "codecs.md"]
-        for path, text in zip(written, (self.to_json(), self.to_markdown()), strict=True):
-            path.write_text(text, encoding="utf-8")
-        return written
+        return write_texts(directory, {"codecs.json": self.to_json(), "codecs.md": self.to_markdown()})
 
 
 _COLUMNS: list[tuple[str, Callable[[CodecResult], str]]] = [

@@ -8,12 +8,20 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
 from rag_blend.chunk import digest_json
+from rag_blend.evaluation.environment import environment_of
 from rag_blend.evaluation.results import CaseResult
+from rag_blend.fingerprint import fingerprint_of
 
 _PACKAGE = Path(__file__).parent.parent
 # How results are shown changes none of them.
-_PRESENTATION = ("cli", "evaluation/report.py", "evaluation/plots.py", "evaluation/figure")
+_PRESENTATION = (
+    "cli", "evaluation/report.py", "evaluation/plots.py", "evaluation/figure", "evaluation/speed/report.py",
+    "evaluation/speed/plots.py", "evaluation/speed/page.py", "evaluation/speed/peers.py",
+    "evaluation/speed/sweep_view.py", "evaluation/speed/ttft_view.py",
+)  # fmt: skip
 
 
 class Journal:
@@ -61,6 +69,18 @@ class Journal:
         if whole < self.path.stat().st_size:
             with self.path.open("r+b") as file:
                 file.truncate(whole)
+
+
+def configuration_of(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, **more: Any) -> dict[str, Any]:
+    """What results depend on: model, machine, this code, and whatever else is named."""
+    environment = environment_of(model)
+    del environment["date"]
+    return {
+        "model": fingerprint_of(model, tokenizer, model.dtype).digest,
+        "environment": environment,
+        "code": code_digest(),
+        **more,
+    }
 
 
 def code_digest() -> str:

@@ -19,12 +19,11 @@ from rag_blend.engine import BlendEngine, Storage
 from rag_blend.evaluation import prompts
 from rag_blend.evaluation.cases import Case
 from rag_blend.evaluation.environment import environment_of
-from rag_blend.evaluation.journal import Journal, code_digest
+from rag_blend.evaluation.journal import Journal, configuration_of
 from rag_blend.evaluation.policies import Policy
 from rag_blend.evaluation.reference import GREEDY, reference_of, require_fit
 from rag_blend.evaluation.report import QualityReport
 from rag_blend.evaluation.results import Answer, CaseResult, Fidelity, Measurement
-from rag_blend.fingerprint import fingerprint_of
 from rag_blend.generation import Generation
 from rag_blend.storage import open_storage
 from rag_blend.teacher import forced_logits
@@ -156,17 +155,13 @@ class QualityBench:
         return QualityReport(results, environment, [policy.describe() for policy in self._policies])
 
     def _configuration(self) -> dict[str, Any]:
-        fingerprint = fingerprint_of(self._model, self._tokenizer, self._model.dtype)
-        environment = environment_of(self._model)
-        del environment["date"]
-        return {
-            "model": fingerprint.digest,
-            "code": code_digest(),
-            "policies": [policy.describe() for policy in self._policies],
-            "max_new_tokens": self._max_new_tokens,
-            "floors": self._num_floors,
-            "environment": environment,
-        }
+        return configuration_of(
+            self._model,
+            self._tokenizer,
+            policies=[policy.describe() for policy in self._policies],
+            max_new_tokens=self._max_new_tokens,
+            floors=self._num_floors,
+        )
 
     def _measure(self, case: Case, key: str, ids: list[int], number: int, with_floors: bool) -> CaseResult:
         turn = number % len(self._policies)

@@ -58,7 +58,7 @@ class QualityReport:
             for group, lines in self.groups.items()
         }
         data = {"environment": dict(self.environment), "policies": list(self.policies), "groups": groups}
-        return json.dumps(without_nan(data), indent=2, allow_nan=False) + "\n"
+        return json_text(data)
 
     def to_markdown(self) -> str:
         """The same for people: one table per group, with the columns that mean something there."""
@@ -68,7 +68,7 @@ class QualityReport:
             low, median, high = self.prompt_lengths(group)
             lengths = f"prompts of {low} to {high} tokens, median {median:g}"
             parts += [f"## {group}", "", f"n = {lines[0].num_cases}; {lengths}.", ""]
-            parts += [*_markdown_table(table_of(lines)), ""]
+            parts += [*markdown_table(table_of(lines)), ""]
         return "\n".join(parts)
 
     def write(self, directory: str | os.PathLike[str]) -> list[Path]:
@@ -77,13 +77,7 @@ class QualityReport:
         Raises:
             OSError: They cannot be written.
         """
-        Path(directory).mkdir(parents=True, exist_ok=True)
-        written = []
-        for name, text in (("quality.json", self.to_json()), ("quality.md", self.to_markdown())):
-            path = Path(directory) / name
-            path.write_text(text, encoding="utf-8")
-            written.append(path)
-        return written
+        return write_texts(directory, {"quality.json": self.to_json(), "quality.md": self.to_markdown()})
 
 
 _COLUMNS: list[tuple[str, Callable[[Summary], str]]] = [
@@ -138,11 +132,6 @@ def _count(value: Count | None) -> str:
     return "" if value is None else f"{value.cases}/{value.of}"
 
 
-def _markdown_table(table: list[list[str]]) -> list[str]:
-    rows = [f"| {' | '.join(row)} |" for row in table]
-    return [rows[0], "|" + "---|" * len(table[0]), *rows[1:]]
-
-
 def _named(line: Summary) -> dict[str, Any]:
     """A summary with its intervals and counts as objects: in JSON a tuple would lose its names."""
     values = asdict(line)
@@ -152,10 +141,33 @@ def _named(line: Summary) -> dict[str, Any]:
     return values
 
 
-def without_nan(value: Any) -> Any:
-    """JSON-like data with null for numbers that JSON does not have."""
+def markdown_table(table: Sequence[Sequence[str]]) -> list[str]:
+    """A table, header first, as lines of Markdown."""
+    lines = [f"| {' | '.join(row)} |" for row in table]
+    return [lines[0], "|" + "---|" * len(table[0]), *lines[1:]]
+
+
+def json_text(data: Any) -> str:
+    """JSON-like data as a file's text; null for numbers that JSON does not have."""
+    return json.dumps(_without_nan(data), indent=2, allow_nan=False) + "\n"
+
+
+def write_texts(directory: str | os.PathLike[str], texts: Mapping[str, str]) -> list[Path]:
+    """Write files of these names and texts; returns their paths.
+
+    Raises:
+        OSError: They cannot be written.
+    """
+    written = [Path(directory) / name for name in texts]
+    Path(directory).mkdir(parents=True, exist_ok=True)
+    for path, text in zip(written, texts.values(), strict=True):
+        path.write_text(text, encoding="utf-8")
+    return written
+
+
+def _without_nan(value: Any) -> Any:
     if isinstance(value, Mapping):
-        return {name: without_nan(one) for name, one in value.items()}
+        return {name: _without_nan(one) for name, one in value.items()}
     if isinstance(value, list | tuple):
-        return [without_nan(one) for one in value]
+        return [_without_nan(one) for one in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -21,6 +21,7 @@ from toy_texts import TEXTS
 from rag_blend import BlendEngine
 
 pytest_plugins = ["toy_documents"]
+pytestmark = pytest.mark.usefixtures("one_thread")
 Run = Callable[..., Result]
 
 QUESTION = "Which vessel passes the breakwater?"

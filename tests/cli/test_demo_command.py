@@ -16,6 +16,7 @@ pytest.importorskip("wordllama")
 from rag_blend.demo import DemoModelMissingError
 
 pytest_plugins = ["toy_documents"]
+pytestmark = pytest.mark.usefixtures("one_thread")
 Run = Callable[..., Result]
 POLICIES = ["full prefill", "CacheBlend as published", "rag_blend", 'rag_blend, selector="heads"']
 

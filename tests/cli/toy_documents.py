@@ -14,7 +14,7 @@ from typer.testing import CliRunner, Result
 from rag_blend.cli import app
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture  # asked for by name: in a plugin, autouse would be for every module of the suite
 def one_thread() -> Iterator[None]:
     """Two threads on a busy machine make a tiny model ten times slower."""
     threads = torch.get_num_threads()

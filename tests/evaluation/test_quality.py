@@ -13,8 +13,18 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from rag_blend import BlendEngine, PromptTooLongError
-from rag_blend.evaluation import Case, Passage, Policy, QualityBench, QualityReport, copy_cases, prompts, unanswerable
-from rag_blend.evaluation.journal import Journal, code_digest
+from rag_blend.evaluation import (
+    Case,
+    Passage,
+    Policy,
+    QualityBench,
+    QualityReport,
+    copy_cases,
+    journal,
+    prompts,
+    unanswerable,
+)
+from rag_blend.evaluation.journal import Journal, code_digest, configuration_of
 from rag_blend.evaluation.plots import draw_plots
 from rag_blend.evaluation.reference import LogitsRecorder
 from rag_blend.evaluation.results import Answer, CaseResult
@@ -211,8 +221,27 @@ class TestResuming:
         for result in report.results:
             assert CaseResult.from_json(json.loads(json.dumps(asdict(result)))) == result
 
-    def test_code_is_part_of_the_configuration(self) -> None:
+    def test_code_is_part_of_the_configuration(
+        self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         assert code_digest() == code_digest() and len(code_digest()) == 64
+        before = configuration_of(model, tokenizer, asked=1)
+        assert configuration_of(model, tokenizer, asked=1) == before != configuration_of(model, tokenizer, asked=2)
+        monkeypatch.setattr(journal, "code_digest", lambda: "of other code")
+        assert configuration_of(model, tokenizer, asked=1) != before
+
+    def test_code_that_only_shows_results_is_not(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        for shown in journal._PRESENTATION:
+            assert list(journal._PACKAGE.glob(f"{shown}*")), shown
+        monkeypatch.setattr(journal, "_PACKAGE", tmp_path)
+        page, engine = tmp_path / "evaluation" / "speed" / "page.py", tmp_path / "engine.py"
+        page.parent.mkdir(parents=True)
+        digests = []
+        for changed in (engine, page, engine):
+            with changed.open("a", encoding="utf-8") as file:
+                file.write("# more\n")
+            digests.append(code_digest())
+        assert digests[0] == digests[1] != digests[2]
 
 
 class TestReport:

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 from environments import Environment
 
+from rag_blend.evaluation.speed.peers import REFERENCE
+
 TRANSFORMERS = Environment("transformers", pip=(("torch", "transformers"),))
 OPENVINO = Environment("openvino", pip=(("openvino-genai==2026.4.1.0",),))
 KVBOOST = Environment("kvboost", pip=(("torch", "transformers"), ("--no-deps", "kvboost==0.9.0")))
@@ -30,9 +32,6 @@ class Contestant:
     weights: str = "hf"
     options: tuple[str, ...] = ()
 
-
-REFERENCE = "transformers"
-"""Full prefill in float32: what the first tokens of the others are compared with."""
 
 CONTESTANTS = (
     Contestant(REFERENCE, "peer_transformers.py", TRANSFORMERS),

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import json
 import statistics
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from measure import Result, Row
 from prompts import CASES
+
+from rag_blend.evaluation.report import markdown_table, write_texts
 
 SHORTEST_PREPARATION_S = 0.05  # what is shorter is a peer's answer that it has nothing to prepare
 _CASES = {
@@ -50,7 +52,7 @@ def markdown_of(results: Sequence[Result], environment: Mapping[str, str], refer
         }
         parts += [f"## {length:,} tokens in chunks", ""]
         for title, show in _TABLES:
-            parts += [title, "", *_table(rows, show), ""]
+            parts += [title, "", *markdown_table(_table(rows, show)), ""]
     parts += ["## What they are", ""]
     parts += [f"- **{one.peer}** {one.version}: {_listed(one.settings)}" for one in results if one.version]
     if failed := [f"- **{one.peer}**: {one.error}" for one in results if one.error]:
@@ -64,12 +66,9 @@ def write(results: Sequence[Result], environment: Mapping[str, str], reference: 
     Raises:
         OSError: They cannot be written.
     """
-    directory.mkdir(parents=True, exist_ok=True)
     files = {f"{one.peer}.json": json.dumps(json_of(one), indent=2, allow_nan=False) + "\n" for one in results}
     files["peers.md"] = markdown_of(results, environment, reference)
-    for name, text in files.items():
-        (directory / name).write_text(text, encoding="utf-8")
-    return [directory / name for name in files]
+    return write_texts(directory, files)
 
 
 def _time(row: Row) -> str:
@@ -102,17 +101,11 @@ _TABLES: list[tuple[str, Callable[[Row], str]]] = [
 ]
 
 
-def _table(peers: Mapping[str, Mapping[str, Row]], show: Callable[[Row], str]) -> list[str]:
-    lines = [_line(["", *(_CASES[case] for case in CASES)]), "|---" * (len(CASES) + 1) + "|"]
-    return lines + [
-        _line([peer, *(show(rows[case]) if case in rows else "" for case in CASES)])
-        for peer, rows in peers.items()
-        if rows
+def _table(peers: Mapping[str, Mapping[str, Row]], show: Callable[[Row], str]) -> list[list[str]]:
+    header = ["", *(_CASES[case] for case in CASES)]
+    return [header] + [
+        [peer, *(show(rows[case]) if case in rows else "" for case in CASES)] for peer, rows in peers.items() if rows
     ]
-
-
-def _line(cells: Iterable[str]) -> str:
-    return f"| {' | '.join(cells)} |"
 
 
 def _listed(settings: Mapping[str, Any]) -> str:

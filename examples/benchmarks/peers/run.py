@@ -8,7 +8,6 @@ Makes the environments that are missing, makes the prompts, starts all peers, as
 from __future__ import annotations
 
 import argparse
-import datetime
 import os
 import shutil
 import sys
@@ -19,7 +18,8 @@ from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
-from contestants import BFLOAT16, CONTESTANTS, REFERENCE, Contestant
+import torch
+from contestants import BFLOAT16, CONTESTANTS, Contestant
 from environments import NotInstalledError
 from measure import Result, measure
 from peer_process import PeerError, PeerProcess
@@ -28,6 +28,8 @@ from report import write
 from weights import Model, NoWeightsError, demo_model
 
 from rag_blend.errors import RagBlendError
+from rag_blend.evaluation.environment import machine
+from rag_blend.evaluation.speed.peers import REFERENCE
 
 HERE = Path(__file__).parent
 
@@ -156,20 +158,16 @@ def _variables(threads: int) -> dict[str, str]:
 
 def _environment(args: argparse.Namespace, model: Model) -> dict[str, str]:
     """What the numbers depend on, and no peer says."""
+    here = machine(torch.device("cpu"))
     return {
         "model": model.directory.name,
-        "CPU": _cpu(),
+        "CPU": here["device"],
         "cores": str(os.cpu_count()),
         "threads": str(args.threads),
         "rounds": str(args.rounds),
         "load before": f"{os.getloadavg()[0]:.2f}",
-        "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC"),
+        "date": here["date"],
     }
-
-
-def _cpu() -> str:
-    with open("/proc/cpuinfo", encoding="utf-8", errors="replace") as lines:
-        return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "unknown")
 
 
 if __name__ == "__main__":

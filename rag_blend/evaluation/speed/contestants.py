@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +15,7 @@ from transformers.cache_utils import DynamicCache
 from rag_blend.catalog import common_prefix
 from rag_blend.engine import BlendEngine
 from rag_blend.evaluation.policies import Policy
-from rag_blend.evaluation.prompts import adds_special_tokens
+from rag_blend.evaluation.prompts import adds_special_tokens, head_ids
 from rag_blend.models.base import cache_argument_of
 from rag_blend.prompt import prompt_ids
 
@@ -128,17 +129,21 @@ class Blending(Contestant):
 
     def __init__(self, name: str, engine: BlendEngine, policy: Policy) -> None:
         self.name = name
-        self.engine = engine
+        self._engine = engine
         self._policy = policy
+
+    def ingest(self, chunks: Sequence[str], progress: bool) -> None:
+        """Store chunks of prompts that will come."""
+        self._engine.ingest(chunks, head=head_ids(self._engine.tokenizer), progress=progress)
 
     def first_token(self, prompt: str) -> FirstToken:
         """See `Contestant`."""
-        special = adds_special_tokens(self.engine.tokenizer)
-        prefill = self.engine.prefill(prompt, add_special_tokens=special, **self._policy.call_arguments)
+        special = adds_special_tokens(self._engine.tokenizer)
+        prefill = self._engine.prefill(prompt, add_special_tokens=special, **self._policy.call_arguments)
         token_id, stats = int(prefill.logits.argmax()), prefill.stats
         computed = stats.fresh_tokens + stats.recompute_ratio * (stats.reused_tokens + stats.recomputed_tokens)
         return FirstToken(token_id, prefill.logits, stats.prompt_tokens, computed)
 
     def forget(self) -> None:
         """Prompts that the engine keeps in memory; what is stored stays."""
-        self.engine.refresh()
+        self._engine.refresh()

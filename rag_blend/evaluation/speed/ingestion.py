@@ -17,9 +17,10 @@ from transformers.cache_utils import DynamicCache
 
 from rag_blend.engine import BlendEngine
 from rag_blend.evaluation.environment import environment_of
+from rag_blend.evaluation.journal import configuration_of
 from rag_blend.evaluation.prompts import head_ids
 from rag_blend.evaluation.speed.report import TIMES, TIMES_NOTE, Line, Panel, Row, Rows, SpeedReport, View, number, text
-from rag_blend.evaluation.speed.rounds import Round, Samples, configuration_of, run_rounds
+from rag_blend.evaluation.speed.rounds import Round, Samples, run_rounds
 from rag_blend.evaluation.speed.texts import Texts
 from rag_blend.evaluation.speed.timing import grouped, in_turns, summary, timed
 from rag_blend.models.base import cache_argument_of

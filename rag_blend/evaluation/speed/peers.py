@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from rag_blend.evaluation.speed.report import TIMES, Row, View, markdown_table, number, text
+from rag_blend.evaluation.report import markdown_table
+from rag_blend.evaluation.speed.report import TIMES, Row, View, number, text
 from rag_blend.evaluation.speed.timing import summary
 
-REFERENCE = "transformers"  # the peer that the others' times are set in relation to
+REFERENCE = "transformers"  # full prefill in float32: what the times and first tokens of others are compared with
 _CASES = {"repeat": "same prompt", "prefix": "same prefix", "reordered": "other order"}
 
 VIEW = View(

@@ -13,11 +13,11 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from rag_blend.engine import BlendEngine
 from rag_blend.evaluation.environment import environment_of
+from rag_blend.evaluation.journal import configuration_of
 from rag_blend.evaluation.policies import Policy
-from rag_blend.evaluation.prompts import head_ids
 from rag_blend.evaluation.speed.contestants import Blending, FullPrefill
 from rag_blend.evaluation.speed.report import TIMES, TIMES_NOTE, Line, Panel, Row, Rows, SpeedReport, View, number, text
-from rag_blend.evaluation.speed.rounds import Round, Samples, configuration_of, run_rounds
+from rag_blend.evaluation.speed.rounds import Round, Samples, run_rounds
 from rag_blend.evaluation.speed.texts import Texts
 from rag_blend.evaluation.speed.throttled import Link, ThrottledBackend
 from rag_blend.evaluation.speed.timing import grouped, in_turns, summary, timed
@@ -99,13 +99,11 @@ class _Bench:
         for policy in policies:
             arguments = {**_UNCONTROLLED, **policy.engine_arguments}
             engine = BlendEngine(model, tokenizer, self._backend, **arguments, prefix_cache_bytes=0)
-            stack.callback(engine.close)
-            self._blending.append(Blending(policy.name, engine, policy))
+            self._blending.append(Blending(policy.name, stack.enter_context(engine), policy))
 
     def ingest(self, chunks: Sequence[str], progress: bool) -> None:
         for contestant in self._blending:
-            engine = contestant.engine
-            engine.ingest(chunks, head=head_ids(engine.tokenizer), progress=progress)
+            contestant.ingest(chunks, progress)
 
     def first_tokens(self, prompt: str) -> None:
         for contestant in (self._full, *self._blending):
@@ -172,7 +170,7 @@ def _rows(samples: Samples) -> list[Row]:
 
 def _panels(rows: Rows) -> list[Panel]:
     panels = []
-    for (policy,), own in grouped([dict(row) for row in rows], "policy"):
+    for (policy,), own in grouped(rows, "policy"):
         rates = [row["rate"] for row in own]
         lines = [Line("measured", rates, *([row[name] for row in own] for name in ("median_s", "min_s", "max_s")))]
         parts = {"max + layer": "bound_s", "sum": "sum_s", "load": "load_s",

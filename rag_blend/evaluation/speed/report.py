@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rag_blend.evaluation.report import without_nan
+from rag_blend.evaluation.report import json_text, markdown_table, write_texts
 
 Row = Mapping[str, Any]  # numbers and names of one line, by column
 Rows = Sequence[Row]
@@ -89,7 +88,7 @@ class SpeedReport:
             "settings": dict(self.settings),
             "rows": [dict(row) for row in self.rows],
         }
-        return json.dumps(without_nan(data), indent=2, allow_nan=False) + "\n"
+        return json_text(data)
 
     def tables(self) -> dict[str, list[list[str]]]:
         """By section, a table as text, header first; columns that are empty in all of its rows are left out."""
@@ -116,23 +115,14 @@ class SpeedReport:
         Raises:
             OSError: They cannot be written.
         """
-        directory.mkdir(parents=True, exist_ok=True)
-        written = [directory / f"{self.view.name}.json", directory / f"{self.view.name}.md"]
-        for path, text in zip(written, (self.to_json(), self.to_markdown()), strict=True):
-            path.write_text(text, encoding="utf-8")
-        return written
+        name = self.view.name
+        return write_texts(directory, {f"{name}.json": self.to_json(), f"{name}.md": self.to_markdown()})
 
     def _table(self, rows: Rows) -> list[list[str]]:
         header = [name for name, _ in self.view.columns]
         table = [header, *([show(row) for _, show in self.view.columns] for row in rows)]
         used = [at for at in range(len(header)) if any(line[at] for line in table[1:])]
         return [[line[at] for at in used] for line in table]
-
-
-def markdown_table(table: Sequence[Sequence[str]]) -> list[str]:
-    """A table as lines of Markdown."""
-    lines = [f"| {' | '.join(row)} |" for row in table]
-    return [lines[0], "|" + "---|" * len(table[0]), *lines[1:]]
 
 
 def number(name: str, form: str, unit: str = "") -> Callable[[Row], str]:

@@ -10,12 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from tqdm.auto import tqdm
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from rag_blend.chunk import digest_json
-from rag_blend.evaluation.environment import environment_of
-from rag_blend.evaluation.journal import code_digest
-from rag_blend.fingerprint import fingerprint_of
 
 Samples = list[dict[str, Any]]
 Round = Callable[[int], Samples]  # measures the round of this number
@@ -46,18 +42,6 @@ def run_rounds(
                 if not path.exists():
                     _write(path, measure(number))
     return [sample for path in paths for sample in json.loads(path.read_text("utf-8"))]
-
-
-def configuration_of(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, **more: Any) -> dict[str, Any]:
-    """What samples depend on: model, machine, this code, and whatever else is named."""
-    environment = environment_of(model)
-    del environment["date"]
-    return {
-        "model": fingerprint_of(model, tokenizer, model.dtype).digest,
-        "environment": environment,
-        "code": code_digest(),
-        **more,
-    }
 
 
 def _write(path: Path, samples: Samples) -> None:

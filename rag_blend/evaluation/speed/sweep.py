@@ -16,19 +16,18 @@ from tqdm.auto import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from rag_blend.engine import BlendEngine, Storage
-from rag_blend.errors import PromptTooLongError
 from rag_blend.evaluation.environment import environment_of
+from rag_blend.evaluation.journal import configuration_of
 from rag_blend.evaluation.prompts import adds_special_tokens, head_ids
 from rag_blend.evaluation.speed.report import SpeedReport
-from rag_blend.evaluation.speed.rounds import Round, configuration_of, run_rounds
+from rag_blend.evaluation.speed.rounds import Round, run_rounds
 from rag_blend.evaluation.speed.sweep_view import VIEW, rows_of
-from rag_blend.evaluation.speed.texts import Texts
+from rag_blend.evaluation.speed.texts import Texts, require_fit
 from rag_blend.evaluation.speed.throttled import Link, ThrottledBackend
 from rag_blend.evaluation.speed.timing import in_turns, timed
 from rag_blend.generation import GenerationStats
-from rag_blend.info import context_window_of
 from rag_blend.ingest import MIN_CHUNK_TOKENS
-from rag_blend.prompt import chunk_ids, prompt_ids
+from rag_blend.prompt import chunk_ids
 
 CHUNKS = 8  # of a prompt
 STORED = 16  # of each length: what prompts take their stored chunks from
@@ -125,7 +124,7 @@ def measure_control(
     prompts = _Prompts(tokenizer, sweep.lengths)
     warm_up, *counted = [prompts.of_round(sweep.cases) for _ in range(rounds + 1)]
     drawn = [(case, prompt, turn) for turn, asked in enumerate(counted) for case, prompt in asked]
-    _require_fit(model, tokenizer, max((prompt for _, prompt in warm_up), key=len))
+    require_fit(model, tokenizer, (prompt for _, prompt in warm_up))
     settings = {
         "chunks in a prompt": CHUNKS,
         "stored chunks of each length": STORED,
@@ -144,15 +143,6 @@ def measure_control(
     configuration = configuration_of(model, tokenizer, bench=VIEW.name, warm_up=warm_up, drawn=drawn, **settings)
     samples = run_rounds(out, configuration, len(drawn), prepare, progress)
     return SpeedReport(VIEW, environment_of(model), settings, rows_of(samples, sweep.stores))
-
-
-def _require_fit(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, prompt: str) -> None:
-    num_tokens = len(prompt_ids(tokenizer, prompt, adds_special_tokens(tokenizer)))
-    window = context_window_of(model.config, tokenizer)
-    if num_tokens >= window:
-        raise PromptTooLongError(
-            f"a prompt takes {num_tokens} tokens, but the model's context window is {window}; use smaller --lengths"
-        )
 
 
 class _Prompts:

@@ -82,7 +82,7 @@ def _modes(row: Row) -> str:
 
 def _panels(rows: Rows) -> list[Panel]:
     panels = []
-    for (store,), cases in grouped([dict(row) for row in rows if "to_full" in row], "store"):
+    for (store,), cases in grouped((row for row in rows if "to_full" in row), "store"):
         columns = ("length", "to_full", "least_to_full", "most_to_full")
         lines = [
             Line(f"{hits:.3g} stored", *([row[name] for row in own] for name in columns))

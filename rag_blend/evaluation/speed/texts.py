@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
 
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from rag_blend.errors import PromptTooLongError
 from rag_blend.evaluation.cases import Case, Passage
-from rag_blend.evaluation.prompts import prompt_of
+from rag_blend.evaluation.prompts import adds_special_tokens, prompt_of
+from rag_blend.info import context_window_of
+from rag_blend.prompt import prompt_ids
 
 _LEAST_WORDS = 20  # of a vocabulary that texts can be made of
 _QUESTION_WORDS = 8
@@ -83,6 +86,20 @@ class Texts:
             while len(waiting) >= self.chunk_tokens:
                 piece, waiting = waiting[: self.chunk_tokens], waiting[self.chunk_tokens :]
                 yield str(self._tokenizer.decode(piece)).strip()
+
+
+def require_fit(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, prompts: Iterable[str]) -> None:
+    """Refuse prompts of which the longest text does not fit the context window, before anything is computed for them.
+
+    Raises:
+        PromptTooLongError: It does not; both lengths are in the text.
+    """
+    num_tokens = len(prompt_ids(tokenizer, max(prompts, key=len, default=""), adds_special_tokens(tokenizer)))
+    window = context_window_of(model.config, tokenizer)
+    if num_tokens >= window:
+        raise PromptTooLongError(
+            f"a prompt takes {num_tokens} tokens, but the model's context window is {window}; use smaller --lengths"
+        )
 
 
 def _made_up(words: Sequence[str], length: int, rng: random.Random) -> Iterator[str]:

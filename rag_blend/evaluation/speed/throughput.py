@@ -18,11 +18,12 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from rag_blend.engine import BlendEngine
 from rag_blend.evaluation.environment import environment_of
+from rag_blend.evaluation.journal import configuration_of
 from rag_blend.evaluation.policies import Policy
 from rag_blend.evaluation.prompts import adds_special_tokens, head_ids
 from rag_blend.evaluation.speed.memory import forget_peak, peak_bytes
 from rag_blend.evaluation.speed.report import TIMES, TIMES_NOTE, Line, Panel, Row, Rows, SpeedReport, View, number, text
-from rag_blend.evaluation.speed.rounds import Round, Samples, configuration_of, run_rounds
+from rag_blend.evaluation.speed.rounds import Round, Samples, run_rounds
 from rag_blend.evaluation.speed.texts import Texts
 from rag_blend.evaluation.speed.timing import grouped, in_turns, percentile, summary, timed
 from rag_blend.generation import Generation
@@ -179,7 +180,7 @@ def _panels(rows: Rows) -> list[Panel]:
     panels = []
     for title, column in (("requests a second", "requests_per_s"), ("median latency, s", "p50_s")):
         lines = []
-        for (contestant,), own in grouped([dict(row) for row in rows], "contestant"):
+        for (contestant,), own in grouped(rows, "contestant"):
             lines.append(Line(contestant, [row["clients"] for row in own], [row[column] for row in own]))
         panels.append(Panel(title, "clients", "", lines))
     return panels

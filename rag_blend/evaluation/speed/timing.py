@@ -5,11 +5,12 @@ from __future__ import annotations
 import math
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 T = TypeVar("T")
+R = TypeVar("R", bound=Mapping[str, Any])  # columns by name
 
 # A call that got less than this share of the cores that the best call of its kind got has lost some to others.
 _LOST_BELOW = 0.85
@@ -70,9 +71,9 @@ def percentile(values: Sequence[float], share: float) -> float:
     return sorted(values)[max(0, math.ceil(share * len(values)) - 1)]
 
 
-def grouped(samples: Sequence[dict[str, Any]], *names: str) -> Iterator[tuple[tuple[Any, ...], list[dict[str, Any]]]]:
-    """Samples that agree in some columns, with the values there; in the order in which each first occurs."""
-    groups: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
-    for sample in samples:
-        groups.setdefault(tuple(sample[name] for name in names), []).append(sample)
+def grouped(rows: Iterable[R], *names: str) -> Iterator[tuple[tuple[Any, ...], list[R]]]:
+    """Samples or rows that agree in some columns, with the values there; in the order in which each first occurs."""
+    groups: dict[tuple[Any, ...], list[R]] = {}
+    for row in rows:
+        groups.setdefault(tuple(row[name] for name in names), []).append(row)
     yield from groups.items()

@@ -13,18 +13,16 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from rag_blend.divergence import kl
 from rag_blend.engine import BlendEngine
-from rag_blend.errors import PromptTooLongError
 from rag_blend.evaluation.environment import environment_of
+from rag_blend.evaluation.journal import configuration_of
 from rag_blend.evaluation.policies import Policy
-from rag_blend.evaluation.prompts import adds_special_tokens, head_ids
 from rag_blend.evaluation.speed.contestants import Blending, Contestant, FirstToken, FullPrefill, PrefixCached
 from rag_blend.evaluation.speed.ideal import ideal_seconds
 from rag_blend.evaluation.speed.report import SpeedReport
-from rag_blend.evaluation.speed.rounds import Round, Samples, configuration_of, run_rounds
-from rag_blend.evaluation.speed.texts import Texts
+from rag_blend.evaluation.speed.rounds import Round, Samples, run_rounds
+from rag_blend.evaluation.speed.texts import Texts, require_fit
 from rag_blend.evaluation.speed.timing import Timed, in_turns, timed
 from rag_blend.evaluation.speed.ttft_view import CASES, COLD, OTHER_ORDER, SAME_PREFIX, SAME_PROMPT, VIEW, rows_of
-from rag_blend.prompt import prompt_ids
 
 FULL = FullPrefill.name
 POLICIES = {
@@ -103,8 +101,8 @@ def measure_ttft(
         for length in lengths
         for _ in range(rounds)
     ]
+    require_fit(model, tokenizer, (prompt for _, prompts in drawn for prompt in prompts.prompts.values()))
     settings = {"chunk tokens": texts.chunk_tokens, "rounds": rounds, "texts": texts.source}
-
     options = dict(engine_options or {})
 
     def prepare(stack: ExitStack) -> Round:
@@ -129,13 +127,10 @@ class _Bench:
         stack: ExitStack,
     ) -> None:
         self._model = model
-        self._tokenizer = tokenizer
-        self._blending = [
-            Blending(name, BlendEngine(model, tokenizer, storage, **{**policy.engine_arguments, **options}), policy)
-            for name, policy in POLICIES.items()
-        ]
-        for contestant in self._blending:
-            stack.callback(contestant.engine.close)
+        self._blending = []
+        for name, policy in POLICIES.items():
+            engine = BlendEngine(model, tokenizer, storage, **{**policy.engine_arguments, **options})
+            self._blending.append(Blending(name, stack.enter_context(engine), policy))
         self._contestants: list[Contestant] = [
             FullPrefill(model, tokenizer),
             PrefixCached(model, tokenizer),
@@ -144,17 +139,9 @@ class _Bench:
 
     def ingest(self, drawn: Sequence[RoundPrompts], progress: bool) -> None:
         """Store the chunks that prompts are about in another order, once per way of priming."""
-        engine = self._blending[0].engine
-        longest = max((prompt for prompts in drawn for prompt in prompts.prompts.values()), key=len)
-        num_tokens = len(prompt_ids(self._tokenizer, longest, adds_special_tokens(self._tokenizer)))
-        if num_tokens >= engine.context_window:
-            raise PromptTooLongError(
-                f"a prompt takes {num_tokens} tokens, but the model's context window is {engine.context_window}; "
-                "use smaller --lengths"
-            )
         chunks = [chunk for prompts in drawn for chunk in prompts.chunks]
         for contestant in self._blending:  # those that prime alike find everything there
-            contestant.engine.ingest(chunks, head=head_ids(self._tokenizer), progress=progress)
+            contestant.ingest(chunks, progress)
 
     def round(self, length: int, prompts: RoundPrompts, turn: int) -> Samples:
         """Every case by everyone, one case after the other."""

@@ -39,7 +39,7 @@ def _panels(rows: Rows) -> list[Panel]:
     panels = []
     for case in CASES:
         lines = []
-        for (contestant,), own in grouped([dict(row) for row in rows if row["case"] == case], "contestant"):
+        for (contestant,), own in grouped((row for row in rows if row["case"] == case), "contestant"):
             columns = ("length", "median_s", "min_s", "max_s")
             lines.append(Line(contestant, *([row[name] for row in own] for name in columns)))
         panels.append(Panel(case, "tokens of chunks", "time to first token, s", lines))
