@@ -13,16 +13,14 @@ from rag_blend.catalog import common_prefix
 from rag_blend.chunk import GENERIC_HEAD, NO_TOKENS, ChunkOrigin
 from rag_blend.engine import BlendEngine
 from rag_blend.generation import Generation, Prefill
-from rag_blend.ingest import read_head
+from rag_blend.ingest import MIN_CHUNK_TOKENS, read_head
 from rag_blend.label import read_label
-from rag_blend.picture_page import excerpt_of
-from rag_blend.picture_pieces import pieces_of
+from rag_blend.picture_pieces import excerpt_of
 from rag_blend.storage import StorageBackend
 from rag_blend.store import KVStore
 from rag_blend.trace import Trace, TracedChunk
 
 _EDGE_TOKENS = 3  # so many tokens may change where two texts meet
-_LEAST_TOKENS = 16  # shorter matches are not looked for
 _SHORT_PROMPT = 64
 
 
@@ -118,7 +116,8 @@ class _Reader:
         for start, end in pairwise([0, *cuts.tolist(), len(self._trace)]):
             owner = int(self._owners[start])
             why = self._why_fresh(start, end) if owner < 0 else self._why(self._trace.chunks[owner])
-            yield Stretch(start, end, owner + 1 if owner >= 0 else None, excerpt_of(self._trace, start, end), why)
+            text = excerpt_of(self._trace.tokenizer, self._trace.token_ids[start:end])
+            yield Stretch(start, end, owner + 1 if owner >= 0 else None, text, why)
 
     def other_head(self, chunk: TracedChunk) -> str:
         """Where the prompt and the head of a chunk that stands behind another one part."""
@@ -127,7 +126,8 @@ class _Reader:
         if head is None:
             return "behind a head that is not known any more"
         same = common_prefix(head, self._trace.token_ids)
-        there, here = self._text(head[same:]), self._text(self._trace.token_ids[same : same + len(head)])
+        parts = head[same:], self._trace.token_ids[same : same + len(head)]
+        there, here = (excerpt_of(self._trace.tokenizer, part, 40) for part in parts)
         parting = f"goes on from token {same}" if same else "begins"
         return f'behind a head of {_count(len(head), "token")} which {parting} with "{there}", not with "{here}"'
 
@@ -177,8 +177,8 @@ class _Reader:
         if end == len(self._trace):
             return "behind the last chunk: the question is always computed"
         if start == 0:
-            return f"the head: reused from {_LEAST_TOKENS} tokens on, if chunks were cached behind it"
-        if not self._text(self._trace.token_ids[start:end]):
+            return f"the head: reused from {MIN_CHUNK_TOKENS} tokens on, if chunks were cached behind it"
+        if not str(self._trace.tokenizer.decode(self._trace.token_ids[start:end].tolist())).strip():
             return "a separator"
         return "in no stored chunk: a metadata header, say, that was not cached with its text"
 
@@ -186,10 +186,6 @@ class _Reader:
         """Which chunk is reused at a position; -1: none."""
         owner = int(self._owners[position]) if 0 <= position < len(self._owners) else -1
         return owner if owner >= 0 and self._trace.chunks[owner].is_hit else -1
-
-    def _text(self, token_ids: np.ndarray, length: int = 40) -> str:
-        text = " ".join("".join(p.text for p in pieces_of(self._trace.tokenizer, token_ids[:length])).split())
-        return text if len(text) <= length else text[:length].rstrip() + " …"
 
 
 def _is_head(origin: ChunkOrigin) -> bool:
@@ -250,5 +246,5 @@ def _why_nothing_is_found(engine: BlendEngine, census: _Census, num_tokens: int)
     if num_tokens < _SHORT_PROMPT:
         yield (
             f"the prompt has {_count(num_tokens, 'token')}: give the whole one, with the retrieved texts, as the model "
-            f"gets it; stretches under {_LEAST_TOKENS} tokens are not looked for"
+            f"gets it; stretches under {MIN_CHUNK_TOKENS} tokens are not looked for"
         )

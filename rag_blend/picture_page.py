@@ -7,7 +7,7 @@ from html import escape
 from itertools import groupby
 from typing import NamedTuple
 
-from rag_blend.picture_pieces import Piece, pieces_of
+from rag_blend.picture_pieces import Piece, excerpt_of, pieces_of
 from rag_blend.picture_style import STYLE
 from rag_blend.trace import Kind, Outcome, Trace, TracedChunk
 
@@ -33,7 +33,6 @@ _WHAT_PARTS_MEAN = {
     "select": "choose what to recompute",
     "compute": "compute",
 }
-_EXCERPT_TOKENS = 40
 # What cannot be seen is shown by its picture; a line break and a tab do what they always do.
 _UNSEEN = {code: 0x2400 + code for code in range(32) if chr(code) not in "\n\t"} | {127: 0x2421}
 
@@ -190,14 +189,7 @@ def _class_of(column: int) -> str:
 
 
 def _excerpt(trace: Trace, start: int, end: int) -> str:
-    return _escaped(excerpt_of(trace, start, end))
-
-
-def excerpt_of(trace: Trace, start: int, end: int, length: int = 90) -> str:
-    """How a stretch of the prompt begins, on one line of at most so many characters; not escaped."""
-    pieces = pieces_of(trace.tokenizer, trace.token_ids[start : min(end, start + _EXCERPT_TOKENS)])
-    text = " ".join("".join(piece.text for piece in pieces).split())
-    return text if len(text) <= length and end - start <= _EXCERPT_TOKENS else text[:length].rstrip() + " …"
+    return _escaped(excerpt_of(trace.tokenizer, trace.token_ids[start:end]))
 
 
 def _percent(share: float) -> str:

@@ -10,6 +10,7 @@ from transformers import PreTrainedTokenizerBase
 
 _REPLACEMENT = "\ufffd"  # what a character becomes of which not all bytes are there
 _LONGEST = 12  # tokens: no character has as many, so what is not complete by then never will be
+_EXCERPT_TOKENS = 40  # nearly always a line
 
 
 class Piece(NamedTuple):
@@ -37,6 +38,12 @@ def pieces_of(tokenizer: PreTrainedTokenizerBase, token_ids: Sequence[int] | np.
             context, start = start if whole else end, end
             before = _decode(tokenizer, ids[context:end])
     return pieces
+
+
+def excerpt_of(tokenizer: PreTrainedTokenizerBase, token_ids: Sequence[int] | np.ndarray, length: int = 90) -> str:
+    """How the text of token ids begins, on one line of at most so many characters; not escaped."""
+    text = " ".join("".join(piece.text for piece in pieces_of(tokenizer, token_ids[:_EXCERPT_TOKENS])).split())
+    return text if len(text) <= length and len(token_ids) <= _EXCERPT_TOKENS else text[:length].rstrip() + " …"
 
 
 def _decode(tokenizer: PreTrainedTokenizerBase, ids: list[int]) -> str:

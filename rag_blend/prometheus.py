@@ -52,8 +52,8 @@ class EngineCollector(Collector):
         with_storage = now - self._counted_at >= self._storage_every_s
         snapshots = {name: engine.metrics(storage=with_storage) for name, engine in self._engines.items()}
         if with_storage:
-            self._counted_at = now
             self._storage = {name: figures["storage"] for name, figures in snapshots.items()}
+            self._counted_at = now  # last: another thread's scrape may then read them
         for name, figures in snapshots.items():
             figures["storage"] = self._storage[name]
         return _families(snapshots)

@@ -18,8 +18,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rag_blend import BlendEngine, Generation, GenerationStats
-from rag_blend.picture_page import document_of, excerpt_of, fragment_of
-from rag_blend.picture_pieces import pieces_of
+from rag_blend.picture_page import document_of, fragment_of
+from rag_blend.picture_pieces import excerpt_of, pieces_of
 from rag_blend.trace import Kind, Seconds, Trace, TracedChunk
 
 MakeEngine = Callable[..., BlendEngine]
@@ -156,8 +156,8 @@ def test_nothing_reused_and_an_earlier_prompt() -> None:
 
 
 def test_excerpts_are_one_line() -> None:
-    assert excerpt_of(trace_of("the\n\nriver  of"), 0, 9) == "the river of"
-    cut = excerpt_of(trace_of(random_text(1, 200)), 5, 150)
+    assert excerpt_of(TOKENIZER, trace_of("the\n\nriver  of").token_ids[:9]) == "the river of"
+    cut = excerpt_of(TOKENIZER, trace_of(random_text(1, 200)).token_ids[5:150])
     assert cut.endswith(" …") and len(cut) <= 92
 
 

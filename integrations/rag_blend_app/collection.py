@@ -62,7 +62,7 @@ class Collection:
 
     @classmethod
     def new(cls, facts: Facts) -> Collection:
-        """An empty one. Reads the model's tokenizer, not its weights."""
+        """An empty one."""
         return cls(VectorStoreIndex([], **_parts(facts)), facts)
 
     @classmethod
@@ -144,7 +144,9 @@ def _parts(facts: Facts) -> dict[str, Any]:
 
 
 def _splitter(facts: Facts) -> SentenceSplitter:
-    tokenizer = BlendLLM(facts.model).tokenizer
+    llm = BlendLLM(facts.model)
     return SentenceSplitter(
-        chunk_size=facts.chunk_tokens, chunk_overlap=min(OVERLAP_TOKENS, facts.chunk_tokens // 8), tokenizer=tokenizer
+        chunk_size=facts.chunk_tokens,
+        chunk_overlap=min(OVERLAP_TOKENS, facts.chunk_tokens // 8),
+        tokenizer=lambda text: llm.tokenizer(text),  # read when something is split: who asks splits nothing
     )

@@ -69,7 +69,7 @@ class Conversation:
 
     def __init__(self, collection: Collection, llm: BlendLLM, top_k: int) -> None:
         self._collection = collection
-        self._llm = llm
+        self.llm = llm
         self._top_k = top_k
         self._turns: list[tuple[ChatMessage, ChatMessage]] = []
 
@@ -102,7 +102,7 @@ class Conversation:
         context = "\n\n".join(source.text.strip() for source in reply.sources)
         front, asked = PROMPT.format_messages(context_str=context, query_str=reply.question)
         messages = [front, *self._history(self._room_beside(front, asked)), asked]
-        with closing(self._llm.stream_chat(messages)) as pieces:
+        with closing(self.llm.stream_chat(messages)) as pieces:
             for piece in pieces:
                 reply.text += piece.delta or ""
                 reply.figures = (piece.raw or {}).get("rag_blend", {})
@@ -111,7 +111,7 @@ class Conversation:
 
     def _room_beside(self, *messages: ChatMessage) -> int:
         """Tokens that a prompt of these messages, with its answer, leaves in the context window."""
-        facts = self._llm.metadata
+        facts = self.llm.metadata
         return facts.context_window - facts.num_output - sum(map(self._length, messages))
 
     def _history(self, room: int) -> list[ChatMessage]:
@@ -125,4 +125,4 @@ class Conversation:
         return kept
 
     def _length(self, message: ChatMessage) -> int:
-        return len(self._llm.tokenizer(str(message.content)))
+        return len(self.llm.tokenizer(str(message.content)))

@@ -2,25 +2,22 @@
 
 from __future__ import annotations
 
-import json
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from rag_blend.cli.collection import (
-    NO_HITS,
     IndexOption,
     MovedModelOption,
-    OwnDtypeOption,
     StoreOption,
     TokensOption,
     TopKOption,
     conversation_with,
     figures_of,
-    record_of,
+    print_answer,
     short,
 )
-from rag_blend.cli.common import user_errors
+from rag_blend.cli.common import JsonOption, OwnDtypeOption, user_errors
 
 if TYPE_CHECKING:
     from rag_blend_app.conversation import Reply
@@ -36,7 +33,7 @@ def ask(
     top_k: TopKOption = 4,
     max_new_tokens: TokensOption = 256,
     dtype: OwnDtypeOption = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    as_json: JsonOption = False,
 ) -> None:
     """Answer a question from what was ingested; show where from, how fast, and how much was reused.
 
@@ -45,17 +42,8 @@ def ask(
     Example: rag-blend ask "What is the warranty period?" --store kv
     """
     with user_errors("app"), conversation_with(store, index, model, top_k, max_new_tokens, dtype) as conversation:
-        reply = conversation.look_up(question)
-        if not reply.sources:
-            typer.echo(f"rag-blend: {NO_HITS}", err=True)
+        if not print_answer(conversation, question, as_json, _show):
             raise typer.Exit(1)
-        for piece in conversation.answer(reply):
-            if not as_json:
-                typer.echo(piece, nl=False)
-        if as_json:
-            typer.echo(json.dumps(record_of(reply)))
-        else:
-            _show(reply)
 
 
 def _show(reply: Reply) -> None:

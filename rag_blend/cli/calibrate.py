@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from rag_blend.cli.common import (
     ModelOption,
+    OwnDtypeOption,
     PassagesOption,
+    PrimeOption,
+    PrimeTextsOption,
+    PrimeTokensOption,
     console_of,
+    given,
     load_model,
     read_cases,
     table_with,
@@ -35,13 +40,13 @@ def calibrate(
     agreement: Annotated[float, typer.Option(min=0.0, max=1.0, help="Smallest share of equal tokens.")] = 0.97,
     storage: Annotated[str, typer.Option(help="The store whose engines shall follow.", metavar="DIR|URL")] = "kv",
     namespace: Annotated[str, typer.Option(help="Tenant.")] = "default",
-    prime: Annotated[str | None, typer.Option(help="As the engine has it, like the next three.")] = None,
-    prime_tokens: Annotated[int | None, typer.Option(min=0)] = None,
-    prime_texts: Annotated[int | None, typer.Option(min=0)] = None,
+    prime: PrimeOption = None,
+    prime_tokens: PrimeTokensOption = None,
+    prime_texts: PrimeTextsOption = None,
     codec: Annotated[
-        str | None, typer.Option(help="One that is not lossless, int8 or int4, has a verdict of its own.")
+        str | None, typer.Option(help="The engine's, too: int8 and int4, not lossless, have verdicts of their own.")
     ] = None,
-    dtype: Annotated[str | None, typer.Option(help="What the model computes in; default: as the engine.")] = None,
+    dtype: OwnDtypeOption = None,
     seed: Annotated[int, typer.Option(help="Of the questions about --documents.")] = 0,
     as_json: Annotated[bool, typer.Option("--json", help="Print everything as JSON instead of a table.")] = False,
 ) -> None:
@@ -54,10 +59,11 @@ def calibrate(
 
         cases = _cases(data or [], documents, limit, passages, seed)
         loaded, tokenizer = load_model(model, dtype)
-        options = {"prime": prime, "prime_tokens": prime_tokens, "prime_texts": prime_texts, "codec": codec}
-        given: dict[str, Any] = {name: value for name, value in options.items() if value is not None}
+        options = given(prime=prime, prime_tokens=prime_tokens, prime_texts=prime_texts, codec=codec)
         progress = not as_json
-        found = find(loaded, tokenizer, cases, storage, kl, agreement, progress=progress, namespace=namespace, **given)
+        found = find(
+            loaded, tokenizer, cases, storage, kl, agreement, progress=progress, namespace=namespace, **options
+        )
         if as_json:
             typer.echo(found.to_json(), nl=False)
         else:
@@ -75,7 +81,6 @@ def _cases(data: list[Path], documents: Path | None, limit: int, passages: int |
 
 
 def _show(found: Calibration, storage: str) -> None:
-
     console = console_of()
     verdict = found.verdict
     console.print(", ".join(f"{name} {value}" for name, value in found.environment.items()), highlight=False)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Annotated
@@ -10,22 +9,20 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from rag_blend.cli.collection import (
-    NO_HITS,
     IndexOption,
     MovedModelOption,
-    OwnDtypeOption,
     StoreOption,
     TokensOption,
     TopKOption,
     conversation_with,
     figures_of,
-    record_of,
+    print_answer,
     short,
 )
-from rag_blend.cli.common import user_errors
+from rag_blend.cli.common import OwnDtypeOption, user_errors
 
 if TYPE_CHECKING:
-    from rag_blend_app.conversation import Conversation
+    from rag_blend_app.conversation import Reply
 
 
 def chat(
@@ -46,7 +43,7 @@ def chat(
     with user_errors("app"), conversation_with(store, index, model, top_k, max_new_tokens, dtype) as conversation:
         for question in _questions():
             try:
-                _turn(conversation, question, as_json)
+                print_answer(conversation, question, as_json, _show)
             except KeyboardInterrupt:
                 typer.echo(" (stopped)")
 
@@ -74,16 +71,6 @@ def _typed() -> str:
         return ""
 
 
-def _turn(conversation: Conversation, question: str, as_json: bool) -> None:
-    reply = conversation.look_up(question)
-    if not reply.sources:
-        typer.echo(f"rag-blend: {NO_HITS}", err=True)
-        return
-    for piece in conversation.answer(reply):
-        if not as_json:
-            typer.echo(piece, nl=False)
-    if as_json:
-        typer.echo(json.dumps(record_of(reply)))
-        return
+def _show(reply: Reply) -> None:
     names = ", ".join(dict.fromkeys(short(source.document) for source in reply.sources))
     typer.secho(f"\n[{names}; {figures_of(reply)}]\n", dim=True)

@@ -18,7 +18,6 @@ from rag_blend.cli.common import (
     table_with,
     user_errors,
 )
-from rag_blend.errors import RagBlendError
 
 if TYPE_CHECKING:
     from rag_blend.evaluation.codec_report import CodecReport
@@ -45,10 +44,11 @@ def codecs(
     Example: rag-blend bench codecs --model path/to/model --data questions.jsonl --codec raw --codec int8
     """
     with user_errors():
+        from rag_blend.codecs import codec_of
         from rag_blend.evaluation.codecs import measure_codecs
         from rag_blend.evaluation.policies import Policy
 
-        chosen = _named(codec) if codec else _installed()
+        chosen = [codec_of(name).name for name in codec] if codec else _installed()
         blending = Policy.parse(policy)
         cases = read_cases(data, limit, passages, [], False, 0)
         loaded, tokenizer = load_model(model, dtype)
@@ -58,15 +58,6 @@ def codecs(
             typer.echo(report.to_json(), nl=False)
         else:
             _show(report, written)
-
-
-def _named(names: list[str]) -> list[str]:
-    from rag_blend.codecs import codec_of
-
-    try:
-        return [codec_of(name).name for name in names]
-    except ModuleNotFoundError as error:  # a codec's; the text says what to install
-        raise RagBlendError(str(error)) from error
 
 
 def _installed() -> list[str]:

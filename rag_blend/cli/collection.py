@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import json
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -31,16 +32,11 @@ ChunkOption = Annotated[
     int | None, typer.Option("--chunk-tokens", min=32, help="Longest chunk, in the model's tokens; default: 512.")
 ]
 CodecOption = Annotated[str, typer.Option("--codec", help="How caches are written down: raw, zstd, int8, int4.")]
-OwnDtypeOption = Annotated[
-    str | None, typer.Option("--dtype", help="What the model computes in; default: as the engine.")
-]
 MovedModelOption = Annotated[
     str | None, typer.Option("--model", metavar="MODEL", help="If the model has moved; default: as ingested.")
 ]
 TopKOption = Annotated[int, typer.Option("--top-k", min=1, help="Chunks per prompt.")]
 TokensOption = Annotated[int, typer.Option("--max-new-tokens", min=1, help="Longest answer.")]
-
-NO_HITS = "nothing in the collection resembles the question"
 
 
 def index_of(store: str, index: Path | None) -> Path:
@@ -59,9 +55,15 @@ def index_of(store: str, index: Path | None) -> Path:
 
 @contextmanager
 def conversation_with(
-    store: str, index: Path | None, model: str | None, top_k: int, max_new_tokens: int, dtype: str | None
+    store: str,
+    index: Path | None,
+    model: str | None,
+    top_k: int,
+    max_new_tokens: int,
+    dtype: str | None,
+    or_else: str = "",
 ) -> Iterator[Conversation]:
-    """A conversation about what was ingested into a store.
+    """A conversation about what was ingested into a store; `or_else` ends the complaint where nothing was.
 
     Raises:
         RagBlendError: Nothing was.
@@ -76,11 +78,33 @@ def conversation_with(
     if facts is None:
         raise RagBlendError(
             f"there is no collection in {str(directory)!r}; make one: "
-            f"rag-blend ingest DIR --model MODEL --store {store}"
+            f"rag-blend ingest DIR --model MODEL --store {store}{or_else}"
         )
     facts = replace(facts, model=model or facts.model)
     with closing(llm_for(facts, store, max_new_tokens, dtype=checked_dtype(dtype))) as llm:
         yield Conversation(Collection.load(directory, facts), llm, top_k)
+
+
+def print_answer(conversation: Conversation, question: str, as_json: bool, show: Callable[[Reply], None]) -> bool:
+    """Print an answer as it comes, and `show` what is known of it then; or print all of it as a line of JSON.
+
+    Returns:
+        Whether there is one: False if nothing resembles the question, which is told.
+    """
+    reply = conversation.look_up(question)
+    if not reply.sources:
+        typer.echo("rag-blend: nothing in the collection resembles the question", err=True)
+        return False
+    for piece in conversation.answer(reply):
+        if not as_json:
+            typer.echo(piece, nl=False)
+    if as_json:
+        sources = [asdict(source) for source in reply.sources]
+        record = {"question": reply.question, "answer": reply.text, "sources": sources, "stats": reply.figures}
+        typer.echo(json.dumps(record))
+    else:
+        show(reply)
+    return True
 
 
 def read_documents(paths: Sequence[Path], progress: bool) -> Reading:
@@ -105,16 +129,6 @@ def short(path: str) -> str:
     """The path of a document as somebody who stands here would write it."""
     here = Path.cwd()
     return str(Path(path).relative_to(here)) if Path(path).is_relative_to(here) else path
-
-
-def record_of(reply: Reply) -> dict[str, Any]:
-    """An answer as JSON has it."""
-    return {
-        "question": reply.question,
-        "answer": reply.text,
-        "sources": [asdict(source) for source in reply.sources],
-        "stats": reply.figures,
-    }
 
 
 def figures_of(reply: Reply) -> str:

@@ -28,6 +28,13 @@ PassagesOption = Annotated[
     int | None, typer.Option("--passages", min=1, help="Passages per prompt; default: what the file has, or 10.")
 ]
 DtypeOption = Annotated[str, typer.Option("--dtype", help=f"What the model computes in: {', '.join(_DTYPES)}.")]
+OwnDtypeOption = Annotated[
+    str | None, typer.Option("--dtype", help="What the model computes in; default: as the engine.")
+]
+PrimeOption = Annotated[str | None, typer.Option("--prime", help="As the engine has it, like the next two.")]
+PrimeTokensOption = Annotated[int | None, typer.Option("--prime-tokens", min=0)]
+PrimeTextsOption = Annotated[int | None, typer.Option("--prime-texts", min=0)]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 
 @contextlib.contextmanager
@@ -51,6 +58,11 @@ def user_errors(extra: str | None = None) -> Iterator[None]:
         return
     typer.echo(f"rag-blend: {' '.join(complaint.split())}", err=True)
     raise typer.Exit(2)
+
+
+def given(**options: Any) -> dict[str, Any]:
+    """Those that were given; what the others are is the engine's own affair."""
+    return {name: value for name, value in options.items() if value is not None}
 
 
 def task_names(text: str) -> list[str]:

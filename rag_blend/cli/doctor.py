@@ -5,11 +5,20 @@ from __future__ import annotations
 import json
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from rag_blend.cli.common import console_of, load_model, user_errors
+from rag_blend.cli.common import (
+    OwnDtypeOption,
+    PrimeOption,
+    PrimeTextsOption,
+    PrimeTokensOption,
+    console_of,
+    given,
+    load_model,
+    user_errors,
+)
 
 if TYPE_CHECKING:
     from rag_blend.doctor import ModelReport
@@ -21,10 +30,10 @@ def doctor(
         Path | None, typer.Option(help="A store, to say which calibration its engines follow.", metavar="DIR")
     ] = None,
     namespace: Annotated[str, typer.Option(help="Tenant.")] = "default",
-    prime: Annotated[str | None, typer.Option(help="As the engine has it, like the next two.")] = None,
-    prime_tokens: Annotated[int | None, typer.Option(min=0)] = None,
-    prime_texts: Annotated[int | None, typer.Option(min=0)] = None,
-    dtype: Annotated[str | None, typer.Option(help="What the model computes in; default: as the engine.")] = None,
+    prime: PrimeOption = None,
+    prime_tokens: PrimeTokensOption = None,
+    prime_texts: PrimeTextsOption = None,
+    dtype: OwnDtypeOption = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print everything as JSON instead of a table.")] = False,
 ) -> None:
     """Load a model, try out whether it can be blended, and say what its caches take.
@@ -37,9 +46,8 @@ def doctor(
         from rag_blend.doctor import examine
 
         loaded, tokenizer = load_model(model, dtype)
-        priming = {"prime": prime, "prime_tokens": prime_tokens, "prime_texts": prime_texts}
-        given: dict[str, Any] = {name: value for name, value in priming.items() if value is not None}
-        report = examine(loaded, tokenizer, storage, namespace=namespace, **given)
+        priming = given(prime=prime, prime_tokens=prime_tokens, prime_texts=prime_texts)
+        report = examine(loaded, tokenizer, storage, namespace=namespace, **priming)
         if as_json:
             typer.echo(json.dumps({**asdict(report), "gib_per_million_tokens": report.gib_per_million_tokens}))
         else:

@@ -10,8 +10,8 @@ from typing import Annotated
 import typer
 
 from rag_blend.cli.bill import Bill, bill_of, bytes_per_token
-from rag_blend.cli.collection import ChunkOption, CodecOption, OwnDtypeOption, PathsArgument, read_documents
-from rag_blend.cli.common import checked_dtype, user_errors
+from rag_blend.cli.collection import ChunkOption, CodecOption, PathsArgument, read_documents
+from rag_blend.cli.common import JsonOption, OwnDtypeOption, checked_dtype, user_errors
 
 _SAMPLE_TOKENS = 2048  # prefilled to see how fast it goes
 
@@ -23,7 +23,7 @@ def estimate(
     codec: CodecOption = "raw",
     measure: Annotated[bool, typer.Option("--time/--no-time", help="Load the model and time a short prefill.")] = True,
     dtype: OwnDtypeOption = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    as_json: JsonOption = False,
 ) -> None:
     """Say what ingesting documents would take: tokens, chunks, disk, and time. Nothing is stored.
 

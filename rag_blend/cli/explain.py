@@ -10,9 +10,17 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from rag_blend.cli.collection import IndexOption, OwnDtypeOption, StoreOption, TopKOption, index_of
-from rag_blend.cli.common import checked_dtype, console_of, load_model, user_errors
-from rag_blend.errors import RagBlendError
+from rag_blend.cli.collection import IndexOption, StoreOption, TopKOption, conversation_with
+from rag_blend.cli.common import (
+    OwnDtypeOption,
+    PrimeOption,
+    PrimeTextsOption,
+    PrimeTokensOption,
+    console_of,
+    given,
+    load_model,
+    user_errors,
+)
 
 if TYPE_CHECKING:
     from rag_blend.explain import Explanation, Stretch
@@ -31,9 +39,9 @@ def explain(
     store: StoreOption = "kv",
     model: Annotated[Path | None, typer.Option(help="Directory of a Hugging Face model.", metavar="DIR")] = None,
     namespace: Annotated[str, typer.Option(help="Tenant; like the next five, with --model.")] = "default",
-    prime: Annotated[str | None, typer.Option(help="As the engine has it, like the next two.")] = None,
-    prime_tokens: Annotated[int | None, typer.Option(min=0)] = None,
-    prime_texts: Annotated[int | None, typer.Option(min=0)] = None,
+    prime: PrimeOption = None,
+    prime_tokens: PrimeTokensOption = None,
+    prime_texts: PrimeTextsOption = None,
     any_head: Annotated[bool, typer.Option("--any-head", help="Reuse chunks behind every head.")] = False,
     special_tokens: Annotated[
         bool | None,
@@ -57,14 +65,11 @@ def explain(
         if "://" not in store and not Path(store).is_dir():
             raise FileNotFoundError(f"there is no store {store!r}")
         if model is None:
-            found, policy = _question(text, store, index_of(store, index), top_k, dtype)
+            found, policy = _question(text, store, index, top_k, dtype)
         else:
-            options = {
-                "namespace": namespace, "prime": prime, "prime_tokens": prime_tokens, "prime_texts": prime_texts,
-                "any_head": any_head,
-            }  # fmt: skip
-            given = {name: value for name, value in options.items() if value is not None}
-            found, policy = _whole_prompt(text, store, load_model(model, dtype), special_tokens, given)
+            priming = given(prime=prime, prime_tokens=prime_tokens, prime_texts=prime_texts)
+            options = {"namespace": namespace, "any_head": any_head, **priming}
+            found, policy = _whole_prompt(text, store, load_model(model, dtype), special_tokens, options)
         if html is not None:
             found.served.save_html(html)
         if as_json:
@@ -94,29 +99,20 @@ def _whole_prompt(
         return find(engine, backend, options["namespace"], prefill), str(engine.policy)
 
 
-def _question(question: str, store: str, directory: Path, top_k: int, dtype: str | None) -> tuple[Explanation, str]:
+def _question(question: str, store: str, index: Path | None, top_k: int, dtype: str | None) -> tuple[Explanation, str]:
     """Ask as ``rag-blend ask`` does, for one token."""
-    from rag_blend_app.collection import Collection, facts_of
-    from rag_blend_app.conversation import Conversation
-    from rag_blend_app.llm import llm_for
-
     from rag_blend.explain import explain as find
     from rag_blend.storage import open_storage
 
-    facts = facts_of(directory)
-    if facts is None:
-        raise RagBlendError(
-            f"there is no collection in {str(directory)!r} to ask: give --model, and the whole prompt with the "
-            "retrieved texts; or make one: rag-blend ingest DIR --model MODEL"
-        )
+    or_else = "; or give --model, and the whole prompt with the retrieved texts"
     with (
-        closing(llm_for(facts, store, max_new_tokens=1, dtype=checked_dtype(dtype))) as llm,
+        conversation_with(store, index, None, top_k, 1, dtype, or_else) as conversation,
         closing(open_storage(store)) as backend,
-        llm.engine.listening() as answers,
+        conversation.llm.engine.listening() as answers,
     ):
-        conversation = Conversation(Collection.load(directory, facts), llm, top_k)
         "".join(conversation.answer(conversation.look_up(question)))
-        return find(llm.engine, backend, facts.namespace, answers[-1]), str(llm.engine.policy)
+        engine = conversation.llm.engine
+        return find(engine, backend, conversation.llm.namespace, answers[-1]), str(engine.policy)
 
 
 def _as_data(found: Explanation, policy: str) -> dict[str, Any]:

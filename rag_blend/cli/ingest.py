@@ -17,13 +17,12 @@ from rag_blend.cli.collection import (
     ChunkOption,
     CodecOption,
     IndexOption,
-    OwnDtypeOption,
     PathsArgument,
     StoreOption,
     index_of,
     read_documents,
 )
-from rag_blend.cli.common import checked_dtype, user_errors
+from rag_blend.cli.common import JsonOption, OwnDtypeOption, checked_dtype, user_errors
 
 if TYPE_CHECKING:
     from rag_blend_app.collection import Changes, Collection, Facts
@@ -48,7 +47,7 @@ def ingest(
     ray: RayOption = None,
     ray_workers: RayWorkersOption = 1,
     ray_gpus: RayGpusOption = 0.0,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    as_json: JsonOption = False,
 ) -> None:
     """Read documents, cut them into chunks, and keep the chunks' vectors and KV caches for ask and chat.
 
@@ -71,8 +70,8 @@ def ingest(
         reading = read_documents(paths, progress=not as_json)
         collection = Collection.new(facts) if known is None else Collection.load(directory, facts)
         changes = collection.update(reading.documents, _gone(collection, paths, reading), progress=not as_json)
-        texts = [node.get_content().strip() for node in collection.chunks()]
-        bill = bill_of(texts, llm.tokenizer, token_bytes)
+        chunks = collection.chunks()
+        bill = bill_of([chunk.get_content().strip() for chunk in chunks], llm.tokenizer, token_bytes)
         _announce(bill, changes, store, as_json)
         with closing(llm):
             if outdated := [*changes.replaced, *changes.removed]:
@@ -83,7 +82,7 @@ def ingest(
                 report = llm.attach(collection.index, text_qa_template=PROMPT, show_progress=not as_json)
             else:
                 report = on_cluster(
-                    collection.chunks(),
+                    chunks,
                     model=facts.model,
                     storage=store,
                     workers=ray_workers,
@@ -143,11 +142,8 @@ def _announce(bill: Bill, changes: Changes, store: str, as_json: bool) -> None:
     from rag_blend.sizes import format_bytes
     from rag_blend.storage import open_storage
 
-    backend = open_storage(store)
-    try:
+    with closing(open_storage(store)) as backend:
         quota = backend.stats().quota_bytes
-    finally:
-        backend.close()
     if not as_json:
         typer.echo(
             f"{len(changes.added)} documents are new, {len(changes.replaced)} changed, {len(changes.removed)} gone; "

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from rag_blend.cli.common import console_of, user_errors
+from rag_blend.cli.common import JsonOption, console_of, user_errors
 
 if TYPE_CHECKING:
     from rag_blend.storage import StorageBackend, StorageStats
@@ -21,11 +21,10 @@ store = typer.Typer(help="Look after stored caches: a directory, a Redis, an obj
 Where = Annotated[
     str, typer.Argument(metavar="STORAGE", help="A directory or URL: kv/, redis://host/0, s3://bucket/prefix.")
 ]
-AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 
 @store.command()
-def stats(storage: Where, as_json: AsJson = False) -> None:
+def stats(storage: Where, as_json: JsonOption = False) -> None:
     """Count entries and bytes.
 
     Example: rag-blend store stats kv/
@@ -42,7 +41,7 @@ def stats(storage: Where, as_json: AsJson = False) -> None:
 def verify(
     storage: Where,
     keep: Annotated[bool, typer.Option("--keep", help="Report damaged entries, but do not set them aside.")] = False,
-    as_json: AsJson = False,
+    as_json: JsonOption = False,
 ) -> None:
     """Read every entry and compare its checksums; damaged ones are set aside and will be computed anew.
 
@@ -83,7 +82,7 @@ def verify(
 def gc(
     storage: Annotated[Path, typer.Argument(metavar="DIR", help="A directory of caches.")],
     quota: Annotated[str, typer.Option(help="What it may hold afterwards: 20GB, 512MiB, ...")],
-    as_json: AsJson = False,
+    as_json: JsonOption = False,
 ) -> None:
     """Remove the entries that were not used for longest until a directory is within a quota, and left-over files.
 
@@ -114,7 +113,7 @@ def forget(
     storage: Where,
     documents: Annotated[list[str], typer.Argument(metavar="DOC_ID...", help="Ids given at ingestion.")],
     namespace: Annotated[str, typer.Option(help="The tenant whose documents they are.")] = "default",
-    as_json: AsJson = False,
+    as_json: JsonOption = False,
 ) -> None:
     """Erase what is stored for documents, for all models.
 
@@ -136,7 +135,7 @@ def forget(
 def export(
     storage: Where,
     target: Annotated[Path, typer.Argument(metavar="FILE", help="A tar file, which must not exist yet.")],
-    as_json: AsJson = False,
+    as_json: JsonOption = False,
 ) -> None:
     """Write a store to one file, with its documents and records.
 
@@ -165,7 +164,7 @@ def export(
 def import_(
     source: Annotated[Path, typer.Argument(metavar="FILE", help="What `store export` wrote.")],
     storage: Where,
-    as_json: AsJson = False,
+    as_json: JsonOption = False,
 ) -> None:
     """Take in an exported store; each entry is verified first. Import only from people you trust with your answers.
 
