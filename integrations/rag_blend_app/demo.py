@@ -107,7 +107,7 @@ def _name_of(documents: list[Doc]) -> str:
 
 def make_engines(model: PreTrainedModel, tokenizer: Any, storage: Path) -> tuple[RecordingEngine, BlendEngine]:
     """On one model and one store: our default, and CacheBlend as published (hkvd, 15 %, unprimed)."""
-    # Each way of answering is to do its own work: nothing is taken from earlier prompts, and no clock chooses another way.
+    # Each way of answering does its own work: nothing is taken from earlier prompts, and no clock picks another way.
     own_work: dict[str, Any] = {"prefix_cache_bytes": 0, "reuse_when": "possible"}
     ours = RecordingEngine(model, tokenizer, storage, **own_work)
     published = BlendEngine(model, tokenizer, storage, selector="hkvd", recompute_ratio=0.15, prime="none", **own_work)
