@@ -93,7 +93,7 @@ class BlendPass:
         self._computed += len(self._chosen)
         if layer_idx == self._adapter.num_layers - 1 and self._num_tokens == self._plan.num_tokens:
             hidden_states = self._finish(layer_idx, hidden_states, kwargs)
-        kwargs.update(self._rows.arguments(kwargs))
+        kwargs.update(self._rows.arguments(layer_idx, kwargs))
         return hidden_states
 
     def place(self, layer_idx: int, keys: torch.Tensor, values: torch.Tensor) -> tuple[LayerKV, int]:
@@ -119,7 +119,7 @@ class BlendPass:
     def _check(self, layer_idx: int, hidden_states: torch.Tensor, kwargs: dict[str, Any]) -> torch.Tensor:
         """Let the selector drop rows, by what this layer would compute for all of them."""
         everyone = self._rows
-        fresh = self._adapter.fresh_kv(layer_idx, hidden_states, {**kwargs, **everyone.arguments(kwargs)})
+        fresh = self._adapter.fresh_kv(layer_idx, hidden_states, {**kwargs, **everyone.arguments(layer_idx, kwargs)})
         whole = self._source.layer(layer_idx)
         candidates = everyone.indices_of(self._chosen)
         stored = LayerKV(*(side[0, :, self._chosen] for side in whole))
@@ -134,7 +134,7 @@ class BlendPass:
 
     def _finish(self, layer_idx: int, hidden_states: torch.Tensor, kwargs: dict[str, Any]) -> torch.Tensor:
         """The last layer: of all rows only keys and values are wanted, and of the last row the next token."""
-        fresh = self._adapter.fresh_kv(layer_idx, hidden_states, {**kwargs, **self._rows.arguments(kwargs)})
+        fresh = self._adapter.fresh_kv(layer_idx, hidden_states, {**kwargs, **self._rows.arguments(layer_idx, kwargs)})
         self._go_on_over(layer_idx, self._source.layer(layer_idx), fresh)
         self._rows = self._rows_of(self._rows.positions[-1:])
         return hidden_states[:, -1:]

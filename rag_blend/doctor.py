@@ -36,7 +36,7 @@ class ModelReport:
         context_window: Tokens of prompt and answer together.
         rope: Its RoPE types; empty if it has none.
         mode: The most that can be reused; `WHAT_MODES_MEAN` explains it.
-        reason: Why no more than that; None where chunks can be blended.
+        reason: Why no more than that, or on which condition; None where chunks can be blended without one.
         self_test: ``"passed"``, or which comparison with the model's own results failed; None if it was not reached.
         layers: Its decoder layers.
         layers_without_rope: How many of them know no positions; their keys are stored as they are.
@@ -107,10 +107,10 @@ def examine(
 
 
 def _try(model: PreTrainedModel) -> tuple[ModelAdapter | None, str | None, str | None]:
-    """The adapter if all is well, why it is not, and how the self-test went."""
+    """The adapter if chunks can be blended, why not or on which condition, and how the self-test went."""
     try:
         with lock_of(model):
-            adapter = adapter_for(model)
+            adapter = adapter_for(model, windows=True)
     except UnsupportedModelError as error:
         return None, error.reason, None
     try:
@@ -118,14 +118,17 @@ def _try(model: PreTrainedModel) -> tuple[ModelAdapter | None, str | None, str |
             check_model(adapter)
     except UnsupportedModelError as error:
         return None, error.reason, error.reason
-    return adapter, None, "passed"
+    if not adapter.slides:
+        return adapter, None, "passed"
+    condition = "with on_unsupported='calibrated' it is blended where `rag-blend calibrate` has passed."
+    return adapter, f"its attention slides over {model.config.sliding_window} tokens; {condition}", "passed"
 
 
 def _serve(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, storage: Storage, options: dict[str, Any]
 ) -> tuple[Mode, str | None]:
     try:
-        with BlendEngine(model, tokenizer, storage, on_unsupported="full", **options) as engine:
+        with BlendEngine(model, tokenizer, storage, on_unsupported="calibrated", **options) as engine:
             return engine.mode, str(engine.policy)
     except UnsupportedModelError:
         return "refused", None

@@ -3,10 +3,21 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+
+from rag_blend.errors import UnsupportedModelError
+from rag_blend.models import what_else_than_text_to_text
 
 
 def load(
@@ -19,6 +30,7 @@ def load(
 
     Raises:
         OSError: There is no such model.
+        UnsupportedModelError: It does not go on with a text; said before its weights are read.
     """
     if _looks_local(path_or_hub_id) and not os.path.isdir(path_or_hub_id):
         raise FileNotFoundError(f"there is no model directory {os.fspath(path_or_hub_id)!r}")
@@ -26,13 +38,30 @@ def load(
     given = dict(model_kwargs or {})
     dtype = dtype or given.pop("torch_dtype", None) or (torch.float32 if device.type == "cpu" else "auto")
     # Without `trust_remote_code` transformers would ask, on a terminal that may not be there.
-    loading = {"attn_implementation": "sdpa", "dtype": dtype, "trust_remote_code": False, **given}
+    loading = {"dtype": dtype, "trust_remote_code": False, **given}
     shared = {k: v for k, v in loading.items() if k in {"revision", "trust_remote_code", "local_files_only"}}
+    if "config" not in given and not _is_adapter(path_or_hub_id):  # what an adapter belongs to, transformers finds out
+        _refuse_other_tasks(AutoConfig.from_pretrained(path_or_hub_id, **shared))
     tokenizer = AutoTokenizer.from_pretrained(path_or_hub_id, **shared)
     model = AutoModelForCausalLM.from_pretrained(path_or_hub_id, **loading)
     if "device_map" not in given and not getattr(model, "is_quantized", False):  # those are where they belong
         model.to(device)  # type: ignore[arg-type]  # transformers' annotation lost the argument
     return model, tokenizer
+
+
+def _refuse_other_tasks(config: Any) -> None:
+    """Transformers would answer with a list of all classes it has."""
+    known = type(config) in MODEL_FOR_CAUSAL_LM_MAPPING or "AutoModelForCausalLM" in getattr(config, "auto_map", {})
+    if config.is_encoder_decoder or not known:
+        name = (config.architectures or [type(config).__name__])[0]
+        why = what_else_than_text_to_text(config) or "transformers has no causal language model of this type."
+        raise UnsupportedModelError(f"{name} (model_type {config.model_type!r}) cannot be used: {why}", servable=False)
+
+
+def _is_adapter(path_or_hub_id: str | os.PathLike[str]) -> bool:
+    """Whether this is a directory of a PEFT adapter alone, which names its base model."""
+    directory = Path(path_or_hub_id)
+    return (directory / "adapter_config.json").is_file() and not (directory / "config.json").is_file()
 
 
 def _looks_local(path_or_hub_id: str | os.PathLike[str]) -> bool:

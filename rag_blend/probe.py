@@ -17,7 +17,7 @@ from rag_blend.cache import BlendCache
 from rag_blend.chunk import LayerKV
 from rag_blend.errors import GenerationCancelledError
 from rag_blend.models import ModelAdapter
-from rag_blend.models.attention import FewRows, attending
+from rag_blend.models.attention import FewRows, attending, eager_attention_of
 from rag_blend.plan import BlendPlan
 from rag_blend.rows import LayerSource, Replay, RowSet
 from rag_blend.selectors.base import Scores, probe_rows
@@ -56,8 +56,12 @@ class ProbePass:
         self._fetched: dict[int, LayerKV] = {}
         self._received = torch.zeros(plan.num_tokens, device=adapter.device)
         self._unheard = FewRows()
-        self._first_heard = adapter.num_layers // 2
-        self._end = max(self._first_heard + 1, adapter.num_layers * 3 // 4)
+        self._eager = eager_attention_of(adapter.model)
+        first = adapter.num_layers // 2
+        self._end = max(first + 1, adapter.num_layers * 3 // 4)
+        heard = range(first, self._end)
+        # A layer with a window says nothing of what lies in front of it.
+        self._heard = [layer_idx for layer_idx in heard if adapter.window(layer_idx) is None] or list(heard)
 
     @property
     def computed(self) -> int:
@@ -70,8 +74,8 @@ class ProbePass:
         Returns:
             The attention that each prompt token receives from the question, averaged over heads, question tokens and
             the third quarter of the layers (the first half looks at words more than at answers, the last quarter tells
-            nothing new), float32, shape (num_tokens,); and a source of the same rows for the pass that follows, which
-            computes the fresh ones again.
+            nothing new), of which layers with a window do not count if there are others, float32, shape (num_tokens,);
+            and a source of the same rows for the pass that follows, which computes the fresh ones again.
         """
         cache = BlendCache(self._adapter.num_layers, placer=self)
         arguments = {self._adapter.cache_argument: cache}
@@ -82,7 +86,7 @@ class ProbePass:
             self._adapter.layer_hooks(self.before_layer, cache),
         ):
             self._adapter.model.base_model(input_ids=input_ids, use_cache=True, **arguments)
-        received = self._received / (self._end - self._first_heard)
+        received = self._received / len(self._heard)
         return received.cpu().numpy(), Replay(self._fetched, self._source)
 
     def before_layer(self, layer_idx: int, hidden_states: torch.Tensor, kwargs: dict[str, Any]) -> torch.Tensor:
@@ -93,7 +97,7 @@ class ProbePass:
             raise _SeenEnough
         if layer_idx == 0:
             hidden_states = hidden_states[:, self._rows.positions]
-        kwargs.update(self._rows.arguments(kwargs))
+        kwargs.update(self._rows.arguments(layer_idx, kwargs))
         return hidden_states
 
     def place(self, layer_idx: int, keys: torch.Tensor, values: torch.Tensor) -> tuple[LayerKV, int]:
@@ -114,7 +118,14 @@ class ProbePass:
         **kwargs: Any,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Attention as `packed_attention`, written out where its weights are heard; query has a batch of one."""
-        if len(self._fetched) <= self._first_heard:
+        heard = len(self._fetched) - 1 in self._heard
+        if self._eager is not None:
+            output, weights = self._eager(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
+            if heard:
+                assert weights is not None
+                self._received += weights.float().mean(dim=(0, 1, 2))
+            return output, None
+        if not heard:
             return self._unheard(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
         _, heads, rows, dim = query.shape
         kv_heads = key.shape[1]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -11,14 +11,17 @@ ApplyRotary = Callable[..., tuple[torch.Tensor, torch.Tensor]]
 
 
 class Angles(NamedTuple):
-    """Cosines and sines of some positions, float32, each of shape (num_tokens, rotary_dim)."""
+    """Cosines and sines of some positions, float32, each of shape (num_tokens, rotary_dim).
+
+    Where types of layers have frequencies of their own: (num_types, num_tokens, rotary_dim); see `Rotary.of_layer`.
+    """
 
     cos: torch.Tensor
     sin: torch.Tensor
 
     def at(self, start: int, end: int) -> Angles:
         """The angles of positions `start` to `end`, as views."""
-        return Angles(self.cos[start:end], self.sin[start:end])
+        return Angles(self.cos[..., start:end, :], self.sin[..., start:end, :])
 
 
 class Rotary:
@@ -31,32 +34,51 @@ class Rotary:
     Args:
         module: The model's rotary embedding, called as ``module(x, position_ids)``.
         apply: The family's ``apply_rotary_pos_emb(q, k, cos, sin)``.
+        layer_types: The type of each layer, if types have frequencies of their own; then the module is called as
+            ``module(x, position_ids, layer_type)``.
 
     Attributes:
         rotates_halves: Whether the family turns pairs (i, i + rotary_dim / 2) by equal angles, so that `rotate_into`
             can do it itself; other families' own function is called.
+        num_types: How many types of layers have frequencies of their own; 0: all have the same.
     """
 
-    def __init__(self, module: torch.nn.Module, apply: ApplyRotary) -> None:
+    def __init__(self, module: torch.nn.Module, apply: ApplyRotary, layer_types: Sequence[str] = ()) -> None:
         self._module = module
         self._apply = apply
+        self._types = sorted(set(layer_types))
+        self.num_types = len(self._types)
+        self._type_of_layer = [self._types.index(layer_type) for layer_type in layer_types]
         self.rotates_halves = self._is_half_rotation()
 
     def angles(self, num_tokens: int, device: torch.device) -> Angles:
         """Angles of the positions 0 to `num_tokens`, as a prompt of this length has them."""
-        like = torch.empty(1, dtype=torch.float32, device=device)
-        cos, sin = self._module(like, torch.arange(num_tokens, device=device)[None])
-        return Angles(cos[0], sin[0])
+        return self._angles_at(torch.arange(num_tokens, device=device)[None])
+
+    def of_layer(self, layer_idx: int, angles: Angles) -> Angles:
+        """The layer's own of these angles, each of shape (num_tokens, rotary_dim)."""
+        if not self.num_types:
+            return angles
+        number = self._type_of_layer[layer_idx]
+        return Angles(angles.cos[number], angles.sin[number])
 
     def frequencies(self, num_tokens: int, device: torch.device) -> torch.Tensor:
-        """What tells whether two prompts have the same angles: those of position 1, float32, shape (2 * rotary_dim,).
+        """What tells whether two prompts have the same angles: those of position 1, float32, shape (num_angles,).
 
         Only with dynamic and long RoPE do they depend on `num_tokens`, the prompt's length.
         """
-        like = torch.empty(1, dtype=torch.float32, device=device)
         self._reset()
-        cos, sin = self._module(like, torch.tensor([[1, num_tokens - 1]], device=device))
-        return torch.cat([cos[0, 0], sin[0, 0]]).cpu()
+        angles = self._angles_at(torch.tensor([[1, num_tokens - 1]], device=device))
+        return torch.cat([side[..., 0, :].flatten() for side in angles]).cpu()
+
+    def _angles_at(self, position_ids: torch.Tensor) -> Angles:
+        """Of positions, shape (1, num_tokens)."""
+        like = torch.empty(1, dtype=torch.float32, device=position_ids.device)
+        if not self.num_types:
+            cos, sin = self._module(like, position_ids)
+            return Angles(cos[0], sin[0])
+        sides = zip(*(self._module(like, position_ids, layer_type) for layer_type in self._types), strict=True)
+        return Angles(*(torch.cat(side) for side in sides))
 
     def _reset(self) -> None:
         """Dynamic RoPE keeps the frequencies of a longer prompt before; how long, depends on transformers' version."""

@@ -51,16 +51,18 @@ class RowSet:
         self._absent = absent
         self._adapter = adapter
         self._num_tokens = num_tokens
-        self._arguments: dict[str, Any] | None = None
+        self._additive = adapter.attention_is_additive  # now: a pass may name another attention for the time being
+        self._arguments: dict[str, dict[str, Any]] = {}  # by type of layer
 
     def __len__(self) -> int:
         return len(self.positions)
 
-    def arguments(self, kwargs: dict[str, Any]) -> dict[str, Any]:
-        """A layer's arguments for these rows, from those for the whole prompt; built once for all layers."""
-        if self._arguments is None:
-            self._arguments = self._cut_down(kwargs)
-        return self._arguments
+    def arguments(self, layer_idx: int, kwargs: dict[str, Any]) -> dict[str, Any]:
+        """A layer's arguments for these rows, from those for the whole prompt; built once for all layers of a type."""
+        layer_type = self._adapter.layer_type(layer_idx)
+        if layer_type not in self._arguments:
+            self._arguments[layer_type] = self._cut_down(kwargs, self._adapter.window(layer_idx))
+        return self._arguments[layer_type]
 
     def write(self, whole: LayerKV, fresh: LayerKV) -> None:
         """Write fresh rows, (batch, num_kv_heads, num_rows, head_dim), over the stored ones in `whole`."""
@@ -74,26 +76,33 @@ class RowSet:
         """Where these positions, a subset, stand among the rows."""
         return torch.searchsorted(self.positions, positions)
 
-    def _cut_down(self, kwargs: dict[str, Any]) -> dict[str, Any]:
+    def _cut_down(self, kwargs: dict[str, Any], window: int | None) -> dict[str, Any]:
         if len(self) == self._num_tokens:
             return {}  # the model's own mask is right, and its kernels for it are faster
         cos, sin = kwargs["position_embeddings"]
         arguments = {
             "position_embeddings": (cos[:, self.positions], sin[:, self.positions]),
-            "attention_mask": self.mask(),
+            "attention_mask": self.mask(window),
         }
         for name in ("position_ids", "cache_position"):
             if kwargs.get(name) is not None:
                 arguments[name] = kwargs[name][..., self.positions]
         return arguments
 
-    def mask(self) -> torch.Tensor:
-        """Each row sees every position up to its own that is not absent; shape (1, 1, num_rows, num_tokens)."""
+    def mask(self, window: int | None = None) -> torch.Tensor:
+        """Each row sees every position up to its own that is not absent; shape (1, 1, num_rows, num_tokens).
+
+        Args:
+            window: Only so many of them, its own included; None: all.
+        """
         everyone = torch.arange(self._num_tokens, device=self.positions.device)
-        visible = (everyone[None, :] <= self.positions[:, None])[None, None]
+        visible = everyone[None, :] <= self.positions[:, None]
+        if window is not None:
+            visible &= everyone[None, :] > self.positions[:, None] - window
+        visible = visible[None, None]
         if self._absent is not None:
             visible[..., self._absent] = False
-        if not self._adapter.attention_is_additive:
+        if not self._additive:
             return visible
         hidden = torch.finfo(self._adapter.dtype).min
         return torch.zeros_like(visible, dtype=self._adapter.dtype).masked_fill(~visible, hidden)

@@ -20,6 +20,7 @@ from rag_blend.selectors.all import AllSelector
 from rag_blend.selectors.base import TokenSelector
 
 _NUM_TOKENS = 40
+_WINDOW = 8  # where attention slides, so that it slides over such a prompt
 _TOLERANCE = {torch.float32: 1e-4, torch.float64: 1e-6}  # of the largest logit
 _TOLERANCE_16_BIT = 0.1
 
@@ -45,7 +46,7 @@ def check_model(adapter: ModelAdapter) -> None:
 
 def _check(adapter: ModelAdapter) -> None:
     input_ids = random_prompt(adapter.model)
-    with torch.no_grad():
+    with torch.no_grad(), adapter.sliding_over(_WINDOW):
         cache = DynamicCache()
         logits = _forward(adapter, input_ids, cache)
         layers = [kv_of(cache, i) for i in range(adapter.num_layers)]
@@ -114,7 +115,7 @@ def _keys_at_two_places(adapter: ModelAdapter, input_ids: torch.Tensor, shift: i
         pair = []
         for start in (0, shift):
             places = torch.arange(start, start + rows.shape[1], device=rows.device)
-            at_places = RowSet(adapter, _NUM_TOKENS, places).arguments(kwargs)
+            at_places = RowSet(adapter, _NUM_TOKENS, places).arguments(layer_idx, kwargs)
             pair.append(adapter.fresh_kv(layer_idx, rows, {**kwargs, **at_places}))
         found.append((pair[0], pair[1]))
         return hidden_states

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -96,6 +97,9 @@ class Server:
         self._model: Any = model
         self._tokenizer = tokenizer
         self._cache_argument = cache_argument_of(model)
+        # Bloom and kin, before transformers 5, compute the logits of all tokens whatever is asked.
+        accepted = inspect.signature(inspect.unwrap(model.forward)).parameters
+        self._last_only = {"logits_to_keep": 1} if "logits_to_keep" in accepted else {}
         self._run = run
         self._answered = answered
 
@@ -162,7 +166,7 @@ class Server:
         given = {} if cache is None else {self._cache_argument: cache}
         with torch.no_grad():
             held = 0 if cache is None else cache.get_seq_length()
-            output = self._model(input_ids=self.input_of(ids[held:]), use_cache=True, logits_to_keep=1, **given)
+            output = self._model(input_ids=self.input_of(ids[held:]), use_cache=True, **self._last_only, **given)
         return output.logits[0, -1].float(), output[self._cache_argument]
 
     def input_of(self, ids: np.ndarray) -> torch.Tensor:

@@ -1,5 +1,5 @@
 #!/bin/sh
-# Run the tests of exactness under other versions of transformers:   tests/versions.sh 5.0.0 5.12.1
+# Run the tests of exactness under other versions of transformers:   tests/versions.sh 4.57.6 5.12.1
 # Each goes, with what it needs, into a temporary directory in front of the packages that are installed.
 set -eu
 cd "$(dirname "$0")/.."

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
 AttentionFunction = Callable[..., tuple[torch.Tensor, torch.Tensor | None]]  # see `packed_attention`
 _NAME = "rag_blend_packed"
 _ROWS_OF_A_BLOCK = 96
+_MASKS_AT_ONCE = 2  # of layers with and without a window
 
 
 def packed_attention(
@@ -68,8 +70,7 @@ class FewRows:
     """
 
     def __init__(self) -> None:
-        self._mask: torch.Tensor | None = None
-        self._blocks: list[tuple[slice, int]] = []
+        self._blocks: deque[tuple[torch.Tensor, list[tuple[slice, slice]]]] = deque(maxlen=_MASKS_AT_ONCE)
 
     def __call__(
         self,
@@ -90,32 +91,34 @@ class FewRows:
         queries = query[0].view(*groups, rows, -1)  # heads that share keys are heads of one batch entry
         keys, values = (side[0][:, None].expand(-1, groups[1], -1, -1) for side in (key, value))
         output = query.new_empty((rows, *groups, value.shape[-1]))
-        for block, end in self._blocks_of(attention_mask):
+        for block, near in self._blocks_of(attention_mask):
             seen = torch.nn.functional.scaled_dot_product_attention(
                 queries[:, :, block],
-                keys[:, :, :end],
-                values[:, :, :end],
-                attn_mask=attention_mask[:, :, block, :end],
+                keys[:, :, near],
+                values[:, :, near],
+                attn_mask=attention_mask[:, :, block, near],
                 dropout_p=kwargs.get("dropout", 0.0),
                 scale=kwargs.get("scaling"),
             )
             output[block] = seen.permute(2, 0, 1, 3)
         return output.view(1, rows, heads, value.shape[-1]), None
 
-    def _blocks_of(self, mask: torch.Tensor) -> list[tuple[slice, int]]:
-        """Blocks of rows, and how many keys each may see; found once for all layers."""
-        if mask is not self._mask:
-            self._mask = mask
-            starts = range(0, mask.shape[2], _ROWS_OF_A_BLOCK)
-            blocks = [slice(start, min(start + _ROWS_OF_A_BLOCK, mask.shape[2])) for start in starts]
-            self._blocks = [(block, _seen_by(mask[0, 0, block])) for block in blocks]
-        return self._blocks
+    def _blocks_of(self, mask: torch.Tensor) -> list[tuple[slice, slice]]:
+        """Blocks of rows, and from where to where the keys lie that each may see; found once for all layers."""
+        for known, blocks in self._blocks:
+            if known is mask:
+                return blocks
+        starts = range(0, mask.shape[2], _ROWS_OF_A_BLOCK)
+        rows = [slice(start, min(start + _ROWS_OF_A_BLOCK, mask.shape[2])) for start in starts]
+        self._blocks.append((mask, [(block, _seen_by(mask[0, 0, block])) for block in rows]))
+        return self._blocks[-1][1]
 
 
-def _seen_by(rows: torch.Tensor) -> int:
-    """One past the last key that some of these rows of a mask let through."""
+def _seen_by(rows: torch.Tensor) -> slice:
+    """From the first to the last key that some of these rows of a mask let through."""
     visible = rows if rows.dtype == torch.bool else rows > torch.finfo(rows.dtype).min
-    return int(visible.any(dim=0).nonzero()[-1]) + 1
+    seen = visible.any(dim=0).nonzero()
+    return slice(int(seen[0]), int(seen[-1]) + 1)
 
 
 def is_replaceable(model: PreTrainedModel) -> bool:
@@ -124,6 +127,14 @@ def is_replaceable(model: PreTrainedModel) -> bool:
     Some families have attention written into their layers: it can be neither packed nor watched.
     """
     return hasattr(sys.modules[type(model).__module__], "ALL_ATTENTION_FUNCTIONS")
+
+
+def eager_attention_of(model: PreTrainedModel) -> AttentionFunction | None:
+    """The family's own function, if that is what the model uses: only it knows its sinks and soft caps."""
+    if model.config._attn_implementation != "eager":
+        return None
+    function: AttentionFunction | None = getattr(sys.modules[type(model).__module__], "eager_attention_forward", None)
+    return function
 
 
 @contextlib.contextmanager

@@ -39,7 +39,7 @@ class ModelAdapter:
         model: A causal language model of transformers, in eval mode.
 
     Raises:
-        UnsupportedModelError: It is not a decoder with full attention and RoPE in every layer.
+        UnsupportedModelError: It is not a decoder with attention and RoPE in every layer.
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
@@ -47,8 +47,9 @@ class ModelAdapter:
         self.weights = WeightsWatch(model)
         self.config = model.config
         self._refuse_what_cannot_work()
-        decoder: Any = model.get_decoder()
+        decoder: Any = model.base_model
         self.layers: torch.nn.ModuleList = layers_of(model)
+        self._layer_types = _layer_types_of(self.config)
         self._attentions = [self._attention_of(layer) for layer in self.layers]
         self.rotary = self._find_rotary(decoder)
         self.cache_argument = cache_argument_of(model)
@@ -71,6 +72,19 @@ class ModelAdapter:
     def dtype(self) -> torch.dtype:
         """In which the model computes."""
         return self.model.dtype
+
+    @property
+    def slides(self) -> bool:
+        """Whether some layer's attention has a window that a prompt can fill."""
+        return any(self.window(layer_idx) is not None for layer_idx in range(self.num_layers))
+
+    def layer_type(self, layer_idx: int) -> str:
+        """Layers of the same type have the same mask and the same RoPE."""
+        return self._layer_types[layer_idx]
+
+    def window(self, layer_idx: int) -> int | None:
+        """How many tokens a layer's attention reaches back to, a token's own included; None: to all."""
+        return window_of(self.config) if self._layer_types[layer_idx] == "sliding_attention" else None
 
     @property
     def attention_is_additive(self) -> bool:
@@ -96,13 +110,28 @@ class ModelAdapter:
     def rotate_into(self, layer_idx: int, target: torch.Tensor, keys: torch.Tensor, angles: Angles) -> None:
         """Write a layer's keys at their positions to `target`; see `Rotary.rotate_into`."""
         if self.rotates(layer_idx):
-            self.rotary.rotate_into(target, keys, angles)
+            self.rotary.rotate_into(target, keys, self.rotary.of_layer(layer_idx, angles))
         else:
             target.copy_(keys)
 
     def unrotate(self, layer_idx: int, keys: torch.Tensor, angles: Angles) -> torch.Tensor:
         """A layer's keys without their positions, float32; see `Rotary.unrotate`."""
-        return self.rotary.unrotate(keys, angles) if self.rotates(layer_idx) else keys.float()
+        if not self.rotates(layer_idx):
+            return keys.float()
+        return self.rotary.unrotate(keys, self.rotary.of_layer(layer_idx, angles))
+
+    @contextlib.contextmanager
+    def sliding_over(self, num_tokens: int) -> Iterator[None]:
+        """Within it windows are so short, for the model as well, which makes its masks from its configuration."""
+        usual = window_of(self.config)
+        if usual is None:
+            yield
+            return
+        self.config.sliding_window = min(usual, num_tokens)
+        try:
+            yield
+        finally:
+            self.config.sliding_window = usual
 
     @contextlib.contextmanager
     def layer_hooks(self, hook: LayerHook, cache: Cache) -> Iterator[None]:
@@ -159,7 +188,11 @@ class ModelAdapter:
         module = getattr(decoder, "rotary_emb", None)
         if module is None:
             raise UnsupportedModelError(f"{describe(self.model)} has no rotary position embedding (RoPE).")
-        return Rotary(module, _module_of(self._attentions[0]).apply_rotary_pos_emb)
+        parameters = inspect.signature(inspect.unwrap(module.forward)).parameters
+        layer_types = self._layer_types if "layer_type" in parameters else []
+        if layer_types and "dynamic" in module.rope_type.values():  # their frequencies would have to be reset
+            raise UnsupportedModelError(f"{describe(self.model)} has dynamic RoPE that differs between its layers.")
+        return Rotary(module, _module_of(self._attentions[0]).apply_rotary_pos_emb, layer_types)
 
     def _find_layer_cache_argument(self) -> str:
         """Mostly the model's own name for it; some families have kept an older one in their layers."""
@@ -192,29 +225,44 @@ def describe(model: PreTrainedModel) -> str:
 
 def layers_of(model: PreTrainedModel) -> torch.nn.ModuleList:
     """The decoder layers, in order; none if they are not a list."""
-    decoder = model.get_decoder()
+    decoder = model.base_model
     layers = getattr(decoder, "layers", None) or getattr(decoder, "h", None)
     return layers if isinstance(layers, torch.nn.ModuleList) else torch.nn.ModuleList()
+
+
+def window_of(config: Any) -> int | None:
+    """The window of attention that slides; None if there is none, or one that the longest prompt does not fill."""
+    window: int | None = getattr(config, "sliding_window", None)
+    return None if window is None or window >= config.max_position_embeddings else window
+
+
+def _layer_types_of(config: Any) -> list[str]:
+    """The type of each layer; where the configuration names none, they are all alike."""
+    slides = getattr(config, "sliding_window", None) is not None
+    named = getattr(config, "layer_types", None)
+    return list(named or ["sliding_attention" if slides else "full_attention"] * config.num_hidden_layers)
 
 
 def _module_of(child: torch.nn.Module) -> Any:
     return sys.modules[type(child).__module__]
 
 
-def _why_not(model: PreTrainedModel) -> str | None:
-    config = model.config
+def what_else_than_text_to_text(config: Any) -> str | None:
+    """Why a model with this configuration is no decoder of text alone; None if it is one."""
     if config.is_encoder_decoder:
         return "it is an encoder-decoder."
     if getattr(config, "vision_config", None) or getattr(config, "audio_config", None):
         return "it takes other inputs than text."
-    kinds = set(getattr(config, "layer_types", None) or ["full_attention"]) - {"full_attention"}
-    window = getattr(config, "sliding_window", None)
-    if window is not None and window >= config.max_position_embeddings:
-        kinds -= {"sliding_attention"}  # no prompt is so long that it would slide
-    elif window is not None and not getattr(config, "layer_types", None):
-        return f"its attention slides over {window} tokens."
-    if kinds:  # Qwen2 and kin set layer_types and keep a sliding_window that no layer uses
-        return f"it has layers of type {', '.join(sorted(kinds))}, not full attention only."
+    return None
+
+
+def _why_not(model: PreTrainedModel) -> str | None:
+    config = model.config
+    if other := what_else_than_text_to_text(config):
+        return other
+    kinds = set(getattr(config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
+    if kinds:
+        return f"it has layers of type {', '.join(sorted(kinds))}, not full or sliding attention only."
     if config._attn_implementation not in {"sdpa", "eager"}:
         return (
             f"attention {config._attn_implementation!r} cannot express the mask of scattered tokens; "

@@ -17,6 +17,7 @@ from rag_blend import BlendEngine
 from rag_blend.calibration import Verdict
 from rag_blend.cli.doctor import doctor
 from rag_blend.doctor import examine
+from rag_blend.storage.memory import MemoryBackend
 
 VERDICT = Verdict("heads", 0.1, True, 0.02, 0.97, 0.01, 0.99, 0.1, 3.0, 24, "2026-01-01")
 
@@ -51,6 +52,19 @@ def test_a_model_that_does_not(family: str, mode: str, why: str) -> None:
     assert report.mode == mode and why in report.reason
     assert report.kv_bytes_per_token is report.gib_per_million_tokens is None
     assert (report.self_test is not None) == (why == "self-test")
+
+
+def test_a_model_that_must_be_calibrated_first() -> None:
+    window, storage = {"sliding_window": 16}, MemoryBackend()
+    report = report_of("mistral", storage=storage, **window)
+    assert (report.mode, report.self_test, report.policy) == ("prefix", "passed", "full prefill (default)")
+    assert report.reason.startswith("its attention slides over 16 tokens") and "rag-blend calibrate" in report.reason
+    assert report.kv_bytes_per_token == 2 * 2 * 2 * 16 * 2
+    options = {"prime": "none", "on_unsupported": "measured"}
+    with BlendEngine(random_model("mistral", **window), small_tokenizer(), storage, **options) as engine:
+        engine.adopt(VERDICT)
+    report = report_of("mistral", storage=storage, **window)
+    assert (report.mode, report.policy) == ("blend", "heads at 10% (calibrated)")
 
 
 def test_a_model_that_cannot_be_served() -> None:

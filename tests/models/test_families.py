@@ -152,7 +152,7 @@ def test_the_question_s_attention_is_seen(family: str) -> None:
     model = random_model(family, **DEEPER.get(family, {"num_hidden_layers": 4}))
     adapter = adapter_for(model)
     if not adapter.can_watch_attention:
-        assert family.startswith("falcon")
+        assert family in {"falcon", "falcon_new", "qwen2_moe"}  # the last one before transformers 5
         return
     ids = torch.randint(5, 500, (1, 60), generator=torch.Generator().manual_seed(1))
     plan = plan_blend(60, [], [Match("", 3, 45, 0, 45)])

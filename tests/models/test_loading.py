@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import random_model, small_tokenizer
+from transformers import AutoConfig
 
-from rag_blend import BlendEngine
+from rag_blend import BlendEngine, UnsupportedModelError
 from rag_blend.loading import load
 
 
@@ -56,3 +57,29 @@ def test_code_of_a_model_s_own_is_not_run_unasked(directory: Path, tmp_path: Pat
         load(tmp_path, device="cpu")
     with pytest.raises(RuntimeError, match="it ran"):
         load(tmp_path, device="cpu", model_kwargs={"trust_remote_code": True})
+
+
+def test_attention_that_sdpa_cannot_express_is_eager(tmp_path: Path) -> None:
+    random_model("gpt_oss", head_dim=16, num_local_experts=4, num_experts_per_tok=2).save_pretrained(tmp_path)
+    small_tokenizer().save_pretrained(tmp_path)
+    assert load(tmp_path, device="cpu")[0].config._attn_implementation == "eager"
+
+
+@pytest.mark.parametrize(
+    ("model_type", "why"),
+    [
+        ("t5", "it is an encoder-decoder"),
+        ("bart", "it is an encoder-decoder"),
+        ("whisper", "it is an encoder-decoder"),
+        ("qwen2_vl", "it takes other inputs than text"),
+        ("vit", "no causal language model of this type"),
+    ],
+)
+def test_other_tasks_are_refused_by_name_before_weights_are_read(model_type: str, why: str, tmp_path: Path) -> None:
+    """There are neither weights nor a tokenizer here."""
+    config = AutoConfig.for_model(model_type)
+    config.architectures = ["ItsClass"]
+    config.save_pretrained(tmp_path)
+    with pytest.raises(UnsupportedModelError, match=rf"^ItsClass \(model_type '{model_type}'\) .*{why}") as raised:
+        BlendEngine.from_pretrained(tmp_path, None, on_unsupported="full")
+    assert len(str(raised.value)) < 120

@@ -10,22 +10,14 @@ import torch
 import transformers
 from conftest import random_model, random_text, small_tokenizer
 from exactness import assert_close, full_logits
+from models.test_windows import WINDOW, WINDOWED
 from packaging.version import Version
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, T5Config, T5ForConditionalGeneration
 
 from rag_blend import BlendEngine, UnsupportedModelError
 
-WINDOW = 16  # tokens, so that the prompts below are far beyond it
-_MIXED = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": WINDOW, "head_dim": 16}
 ROWS: dict[str, dict[str, Any]] = {  # a row per token: any number of first tokens can be reused
-    "gemma2": _MIXED,
-    "gemma3_text": _MIXED,
-    "cohere2": _MIXED,
-    "olmo3": _MIXED,
-    "gpt_oss": {**_MIXED, "num_local_experts": 4, "num_experts_per_tok": 2},
-    "mistral": {"sliding_window": WINDOW},
-    "phi3": {"sliding_window": WINDOW},
-    "qwen2": {"use_sliding_window": True, "max_window_layers": 1, "sliding_window": WINDOW},
+    **WINDOWED,
     "llama4_text": {
         "attention_chunk_size": WINDOW, "head_dim": 16, "num_local_experts": 4, "interleave_moe_layer_step": 1,
     },
@@ -153,12 +145,6 @@ def test_or_nothing_is_reused(family: str) -> None:
             prefill = engine.prefill(ids)
             assert prefill.stats.mode == "full"
             assert_close(prefill.logits, full_logits(engine._model, ids))
-
-
-def test_a_window_that_no_prompt_fills_does_not_matter() -> None:
-    """Phi-3-mini-128k states one of 262,144 tokens."""
-    with BlendEngine(random_model("phi3", sliding_window=1024), small_tokenizer(), None) as engine:
-        assert engine.mode == "blend"
 
 
 def test_an_encoder_decoder_is_refused_whatever_is_asked() -> None:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from conftest import random_model, random_text, small_tokenizer
 from exactness import HEAD, QUESTION, assert_close, full_logits, prompt_of
-from transformers import PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from rag_blend import BlendEngine
 from rag_blend.chunk import ModelFingerprint
@@ -44,6 +45,18 @@ def fingerprint(model: Any) -> ModelFingerprint:
 @pytest.fixture
 def lora() -> Iterator[Any]:
     yield two_adapters()
+
+
+def test_a_directory_of_an_adapter_names_its_model(tmp_path: Path) -> None:
+    random_model().save_pretrained(tmp_path / "base")
+    base = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+    settings = {"target_modules": ["q_proj"], "r": 4, "init_lora_weights": False}
+    peft.get_peft_model(base, peft.LoraConfig(**settings)).save_pretrained(tmp_path / "adapter")
+    small_tokenizer().save_pretrained(tmp_path / "adapter")
+    assert not (tmp_path / "adapter" / "config.json").exists()
+    with BlendEngine.from_pretrained(tmp_path / "adapter", None, prime="none") as engine:
+        engine.ingest(TEXTS, progress=False)
+        assert engine.mode == "blend" and engine.num_chunks == len(TEXTS)
 
 
 def test_a_model_with_an_adapter_blends(lora: Any) -> None:

@@ -1,0 +1,16 @@
+"""EXAONE 4: where some layers have windows, the others know no positions."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rag_blend.models.base import ModelAdapter
+
+
+class Adapter(ModelAdapter):
+    """RoPE stands in layers whose attention slides, or in all if none does."""
+
+    def rotates(self, layer_idx: int) -> bool:
+        """Whether the layer is one of them."""
+        attention: Any = self._attentions[layer_idx]
+        return attention.sliding_window is None or attention.is_sliding
