@@ -7,17 +7,14 @@ long a pass over the model takes is read off earlier passes of about the same wo
 
 from __future__ import annotations
 
-import math
-import statistics
-import time
-from collections import deque
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import pairwise
-from typing import Literal, get_args
+from typing import Literal, NamedTuple, get_args
 
-from rag_blend.plan import BlendPlan
+from rag_blend.plan import BlendPlan, Segment
+from rag_blend.times import FetchTimes, PassTimes
 
 Work = Callable[[BlendPlan], float]
 ReuseWhen = Literal["faster", "possible"]
@@ -27,10 +24,9 @@ _SHORTEST_WAIT_S = 0.05  # or a first connection would never come about
 _WAIT_SHARE = 0.5  # of the time that computing the rows again would take
 _WORTH = 0.9  # of the time of a full prefill: a blend that saves less is not worth its approximation
 _MOST_WORK = 0.8  # of a full prefill: rows with gaps between them take longer than as many in one piece
-_MEMORY_S = 300.0  # what was slow five minutes ago gets another chance
-_OCTAVE = 2.0  # so far apart passes are told apart
-_REMEMBERED = 5  # observations of a kind
-_ENOUGH = 2  # observations that tell whether a blend or a store is slow; the first of anything often is
+_ENOUGH = 2  # blends that tell whether those of their size are slow; the first of anything often is
+_FIRST_DELAY = 4  # refusals
+_TRIED_SHARE = 0.01  # of all time may go into trying what was slow
 _FEWEST_TOKENS = 64  # fewer say more about overhead than about tokens
 
 
@@ -67,148 +63,124 @@ class ModelCost:
         return (len(fresh) + chosen + looking) * self.flops_per_row + pairs * self.flops_per_pair
 
 
-class Recent:
-    """A number as it was seen the last few times; the lower median, since a hiccup only ever makes things slower.
+class Backoff:
+    """When to try again what was found slow: after a number of refusals that doubles with each try.
 
-    Args:
-        at_least: As long as it was seen less often, it is unknown.
-        memory_s: What is older is forgotten. None: nothing is.
+    It doubles up to a hundred times the cost of a try. So in the long run tries take a hundredth of the time, and are a
+    hundredth of the answers at most, however slow they are; and what is fast again is found after so many refusals.
     """
 
-    def __init__(self, at_least: int = 1, memory_s: float | None = None) -> None:
-        self._seen: deque[tuple[float, float]] = deque(maxlen=_REMEMBERED)
-        self._at_least = at_least
-        self._memory_s = memory_s
+    def __init__(self) -> None:
+        self._delay, self._refusals = _FIRST_DELAY, 0
 
-    def see(self, value: float) -> None:
-        """Take it in."""
-        self._seen.append((value, time.monotonic()))
+    def reset(self) -> None:
+        """It proved fast: the next refusal is a try."""
+        self._delay = 0
 
-    @property
-    def value(self) -> float | None:
-        """The number; None while it is unknown."""
-        oldest = -math.inf if self._memory_s is None else time.monotonic() - self._memory_s
-        seen = [value for value, at in list(self._seen) if at >= oldest]
-        return statistics.median_low(seen) if len(seen) >= self._at_least else None
+    def refuse(self, cost: float) -> bool:
+        """Count a refusal.
 
+        Args:
+            cost: How many times as long it would take as what is done instead.
 
-class PassTimes:
-    """How long passes took, by the work they did. Thread-safe.
-
-    Args:
-        at_least: How many passes of about the same work tell something.
-        memory_s: What is older is forgotten. None: nothing is.
-    """
-
-    def __init__(self, at_least: int = 1, memory_s: float | None = None) -> None:
-        self._new_size = partial(Recent, at_least, memory_s)
-        self._sizes: dict[int, tuple[float, Recent]] = {}  # by log2 of FLOPs: the last pass's, and seconds per FLOP
-
-    def learn(self, flops: float, seconds: float) -> None:
-        """Take in one pass. One that nobody could time (0 s) teaches nothing."""
-        if flops > 0 and seconds > 0:
-            size = round(math.log2(flops))
-            recent = self._sizes[size][1] if size in self._sizes else self._new_size()
-            recent.see(seconds / flops)
-            self._sizes[size] = (flops, recent)
-
-    def seconds(self, flops: float) -> float | None:
-        """How long a pass takes: what those of about this size took. None while nothing is known.
-
-        At most, if all that are known are larger or smaller: then as long as the smallest one, or for each FLOP as long
-        as the largest one.
+        Returns:
+            Whether it shall be tried instead.
         """
-        known = self._known()
-        if not known:
-            return None
-        if flops <= known[0][0]:
-            return known[0][1]
-        for (less, quick), (more, slow) in pairwise(known):
-            if flops <= more:
-                return quick + (slow - quick) * (flops - less) / (more - less)
-        return known[-1][1] * flops / known[-1][0]
+        self._refusals += 1
+        if self._refusals <= self._delay:
+            return False
+        self._refusals, self._delay = 0, int(min(max(_FIRST_DELAY, 2 * self._delay), cost / _TRIED_SHARE))
+        return True
 
-    def tells(self, flops: float) -> bool:
-        """Whether what is known says something about such a pass.
 
-        Those that are all much larger or smaller do not: how much of their time was overhead, nobody knows.
-        """
-        known = self._known()
-        return bool(known) and known[0][0] / _OCTAVE < flops < known[-1][0] * _OCTAVE
+class _Forecast(NamedTuple):
+    """What is expected of a plan: FLOPs, seconds of computing, of fetching by place, and of both together."""
 
-    def _known(self) -> list[tuple[float, float]]:
-        """FLOPs and seconds, ascending."""
-        seen = [(size, recent.value) for size, recent in list(self._sizes.values())]
-        return sorted((size, size * value) for size, value in seen if value is not None)
+    plan: BlendPlan
+    work: float
+    computing_s: float
+    fetching_s: Mapping[str, float]
+    seconds: float
 
 
 class Controller:
-    """Predicts how long prefills take, decides what is reused, and learns from what was done. Thread-safe.
+    """Predicts how long prefills take, decides what is reused, and learns from what was done.
+
+    Not thread-safe: the engine serialises.
 
     Args:
         cost: What the model computes.
         reuse_when: ``"faster"``, or ``"possible"``: then nothing is declined.
+        parallel_reads: How many entries are read at once.
 
     Raises:
-        ValueError: It is neither.
+        ValueError: `reuse_when` is neither.
     """
 
-    def __init__(self, cost: ModelCost, reuse_when: ReuseWhen = "faster") -> None:
+    def __init__(self, cost: ModelCost, reuse_when: ReuseWhen = "faster", parallel_reads: int = 1) -> None:
         if reuse_when not in get_args(ReuseWhen):
             raise ValueError(f"reuse_when must be 'faster' or 'possible', not {reuse_when!r}")
         self.cost = cost
         self.declines = reuse_when == "faster"
         self._full = PassTimes()
-        self._blend = PassTimes(_ENOUGH, _MEMORY_S)
-        self._fetched: dict[str, Recent] = {}  # seconds per token, by place
+        self._blend = PassTimes(_ENOUGH)
+        self._fetched = defaultdict[str, FetchTimes](partial(FetchTimes, parallel_reads))  # by place
+        self._backoffs = defaultdict[str | None, Backoff](Backoff)  # by the place that is slow; None: computing is
+        self._trial: tuple[Backoff, float] | None = None  # and in how many seconds it proves fast
 
     def learn_full(self, tokens: int, seconds: float) -> None:
         """Take in a full prefill: so many tokens in so many seconds."""
         if tokens >= _FEWEST_TOKENS:
             self._full.learn(self.cost.prefill(tokens), seconds)
 
-    def learn_blend(self, flops: float, seconds: float, fetches: Iterable[tuple[str, int, float]]) -> None:
+    def learn_blend(self, flops: float, seconds: float, fetches: Iterable[tuple[str, int, int, float]]) -> None:
         """Take in a blend.
 
         Args:
             flops: What was computed.
             seconds: Of computing; the waiting for rows is not among them.
-            fetches: From which place came the rows of how many tokens, in how many seconds.
+            fetches: From which place came how many entries, the rows of how many tokens, in how many seconds.
         """
         self._blend.learn(flops, seconds)
-        for place, tokens, fetched_s in fetches:
-            self._fetched.setdefault(place, Recent(_ENOUGH, _MEMORY_S)).see(fetched_s / tokens)
+        fetching_s = 0.0
+        for place, entries, tokens, fetched_s in fetches:
+            self._fetched[place].learn(entries, tokens, fetched_s)
+            fetching_s += fetched_s
+        trial, self._trial = self._trial, None
+        if trial and self._together(seconds, fetching_s) < trial[1]:
+            trial[0].reset()
 
     def best(self, plan: BlendPlan, places: Mapping[str, str], work_of: Work) -> BlendPlan:
-        """The plan, or as much of it as is expected to save time.
+        """The plan, or as much of it as is expected to save time; now and then one that is not, to see whether it does.
 
         Args:
             plan: All that could be reused.
             places: Where its chunks come from, by their keys.
             work_of: FLOPs of a plan, the choice of tokens included.
         """
+        self._trial = None
         if not (self.declines and plan.reuses):
             return plan
-        whole, all_work = self._full_s(plan.num_tokens), self.cost.prefill(plan.num_tokens)
+        whole, most_work = self._full_s(plan.num_tokens), _MOST_WORK * self.cost.prefill(plan.num_tokens)
         if whole is None:
             return plan
+        forecasts = [self._forecast(candidate, places, work_of) for candidate in self._candidates(plan, places)]
         best, least = BlendPlan(plan.num_tokens, ()), _WORTH * whole
-        for candidate in self._candidates(plan, places):
-            work = work_of(candidate)
-            if work > _MOST_WORK * all_work:
-                continue
-            computing = self._blend.seconds(work)
-            if computing is None or not self._blend.tells(work):
-                return candidate  # tried out, so that it is known
-            seconds = self._together(computing, self._fetch_s(candidate, places))
-            if seconds < least:
-                best, least = candidate, seconds
-        return best
+        for forecast in forecasts:
+            if forecast.work <= most_work and forecast.seconds < least:
+                best, least = forecast.plan, forecast.seconds
+                if not self._blend.tells(forecast.work):
+                    return best  # tried out, so that it is known
+        refused = best is not plan and forecasts[0].work <= most_work
+        return plan if refused and self._tries(forecasts[0], least) else best
 
     def spare_rows(self, plan: BlendPlan, places: Mapping[str, str], work_of: Work) -> int:
-        """How many more tokens can be computed before the fetch is over: their recompute costs no time."""
-        fetching = self._fetch_s(plan, places)
-        if not fetching:
+        """How many more tokens can be computed before the fetch is over: their recompute costs no time.
+
+        None in a trial: the fetch may be over sooner than expected.
+        """
+        fetching = sum(self._fetching_s(plan, places).values())
+        if self._trial or not fetching:
             return 0
         flops = work_of(plan)
         computing = self._blend.seconds(flops)
@@ -230,7 +202,8 @@ class Controller:
     def _candidates(self, plan: BlendPlan, places: Mapping[str, str]) -> Iterator[BlendPlan]:
         """The plan; without the slowest place, the two slowest, …; what is exact; an earlier prompt alone."""
         yield plan
-        slowest_first = sorted({places[key] for key in plan.keys}, key=self._seconds_per_token, reverse=True)
+        fetching_s, needs = self._fetching_s(plan, places), _needs(plan, places)
+        slowest_first = sorted(needs, key=lambda place: fetching_s[place] / needs[place].tokens, reverse=True)
         for last in range(1, len(slowest_first)):
             left = set(slowest_first[last:])
             yield replace(plan, segments=tuple(s for s in plan.segments if places[s.key] in left))
@@ -240,13 +213,36 @@ class Controller:
         if plan.kept and plan.segments:
             yield replace(plan, segments=())
 
-    def _fetch_s(self, plan: BlendPlan, places: Mapping[str, str]) -> float:
-        return sum(len(s) * self._seconds_per_token(places[s.key]) for s in plan.segments)
+    def _forecast(self, plan: BlendPlan, places: Mapping[str, str], work_of: Work) -> _Forecast:
+        """Of what nobody knows, that it takes no time, so that it is tried."""
+        work, fetching_s = work_of(plan), self._fetching_s(plan, places)
+        computing_s = (self._blend.seconds(work) or 0.0) if self._blend.tells(work) else 0.0
+        return _Forecast(plan, work, computing_s, fetching_s, self._together(computing_s, sum(fetching_s.values())))
 
-    def _seconds_per_token(self, place: str) -> float:
-        """0 while nothing is known, so that it is tried."""
-        recent = self._fetched.get(place)
-        return (recent.value if recent else None) or 0.0
+    def _fetching_s(self, plan: BlendPlan, places: Mapping[str, str]) -> Mapping[str, float]:
+        return {place: self._fetched[place].seconds(*needed) for place, needed in _needs(plan, places).items()}
+
+    def _tries(self, refused: _Forecast, instead_s: float) -> bool:
+        """Whether a plan is tried although something else takes less time; what makes it slow is blamed."""
+        slow_place = max(refused.fetching_s, key=lambda place: refused.fetching_s[place], default=None)
+        backoff = self._backoffs[slow_place if refused.computing_s < instead_s else None]
+        if not backoff.refuse(refused.seconds / instead_s):
+            return False
+        self._trial = backoff, instead_s
+        return True
 
     def _together(self, computing_s: float, fetching_s: float) -> float:
         return max(computing_s, fetching_s) + fetching_s / self.cost.num_layers
+
+
+class _Needed(NamedTuple):
+    entries: int
+    tokens: int
+
+
+def _needs(plan: BlendPlan, places: Mapping[str, str]) -> Mapping[str, _Needed]:
+    """What a plan takes from each place."""
+    segments = defaultdict[str, list[Segment]](list)
+    for segment in plan.segments:
+        segments[places[segment.key]].append(segment)
+    return {place: _Needed(len({s.key for s in found}), sum(map(len, found))) for place, found in segments.items()}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
@@ -125,20 +125,21 @@ class LayerPrefetcher:
         take_over()
         return kv
 
-    def fetches(self, places: Mapping[str, str]) -> Iterator[tuple[str, int, float]]:
-        """When all layers have been taken: from which place came the rows of how many tokens, in how many seconds.
+    def fetches(self, places: Mapping[str, str]) -> Iterator[tuple[str, int, int, float]]:
+        """When all layers have been taken: from which place came how many entries and tokens, in how many seconds.
 
         Args:
             places: Where the chunks come from, by their keys.
         """
         tokens: defaultdict[str, int] = defaultdict(int)
         reading_s: defaultdict[str, float] = defaultdict(float)
+        entries = Counter(places[key] for key in self._plan.keys)
         for segment in self._plan.segments:
             tokens[places[segment.key]] += len(segment)
         for key, seconds in self._reading_s.items():
             reading_s[places[key]] += seconds
         whole_s = (self._opened_s + self._read_s) / (sum(reading_s.values()) or 1.0)
-        return ((place, count, whole_s * reading_s[place]) for place, count in tokens.items())
+        return ((place, entries[place], count, whole_s * reading_s[place]) for place, count in tokens.items())
 
     @property
     def load_s(self) -> float:

@@ -7,6 +7,7 @@ import os
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # libgomp's spinning costs 2-4x on a shared machine
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -29,7 +30,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {},
     "qwen2": {},
     "qwen3": {"head_dim": 16},
-    "mistral": {"sliding_window": None},
+    "mistral": {"sliding_window": None, "head_dim": 16},
 }
 ALL_FAMILIES: dict[str, dict[str, Any]] = {
     **FAMILIES,
@@ -80,14 +81,23 @@ ROPES: dict[str, dict[str, Any] | None] = {
     },
 }  # fmt: skip
 # Families that the self-test refuses, or that do not exist, before these versions of transformers.
-SINCE = {"falcon": "5.0", "falcon_new": "5.0", "gpt_neox": "5.0", "ministral3": "5.0", "stablelm": "5.3"}
+SINCE = {"gemma3_text": "5.0", "ministral3": "5.0", "olmo3": "5.0", "stablelm": "5.3"}
 _VERSION = Version(transformers.__version__)
-ALL_FAMILIES = {name: changes for name, changes in ALL_FAMILIES.items() if Version(SINCE.get(name, "0")) <= _VERSION}
+
+
+def known_families(families: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    """Those that this version of transformers has, in a way that can be blended."""
+    return {name: changes for name, changes in families.items() if Version(SINCE.get(name, "0")) <= _VERSION}
+
+
+ALL_FAMILIES = known_families(ALL_FAMILIES)
 _OWN_ROPES = {  # others their configurations refuse, or have another meaning for
     "hunyuan_v1_dense": ["default", "linear", "llama3", "yarn", "longrope"],
     "ministral3": ["default"],
     "phi3": ["default", "longrope"],
 }
+if Version("5.0") > _VERSION:  # its configuration wants older names for the others
+    _OWN_ROPES |= {"olmo2": ["default"]}
 FAMILY_ROPES = [(family, rope) for family in ALL_FAMILIES for rope in _OWN_ROPES.get(family, ROPES)]
 WORDS = (
     "the a of and river mountain valley engine water glass light stone bridge market town north south winter summer "
@@ -100,7 +110,10 @@ CHAT_TEMPLATE = (
 
 
 def random_model(family: str = "llama", rope: str = "default", seed: int = 0, **changes: Any) -> PreTrainedModel:
-    """A two-layer float32 model with sharp attention, so that a wrong mask or position shows in the logits."""
+    """A two-layer float32 model with sharp attention, so that a wrong mask or position shows in the logits.
+
+    Norms have random weights, too: with ones, one between RoPE and the cache would not show.
+    """
     sizes: dict[str, Any] = {
         "model_type": family, "vocab_size": 512, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2,
         "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 1024,
@@ -114,15 +127,18 @@ def random_model(family: str = "llama", rope: str = "default", seed: int = 0, **
             sizes["rope_parameters"] = parameters
         else:  # before transformers 5
             sizes["rope_theta"] = parameters.pop("rope_theta")
+            if model_type == "phi3":  # which has names of its own
+                sizes["original_max_position_embeddings"] = parameters["original_max_position_embeddings"]
+                parameters = {"type": rope, **{name: parameters[name] for name in ("short_factor", "long_factor")}}
             sizes["rope_scaling"] = parameters
     torch.manual_seed(seed)
     model: PreTrainedModel = AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **sizes)).eval()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            if "norm" not in name:
+            if "norm" in name:
+                parameter.add_(torch.empty_like(parameter).uniform_(-0.5, 0.5))  # to ones, or to Gemma's zeros
+            else:
                 parameter.normal_(0.0, 0.15)
-            elif "key_layernorm" in name:  # behind RoPE, where a weight of ones would not show
-                parameter.uniform_(0.5, 1.5)
     return model
 
 
@@ -182,6 +198,22 @@ def _whatever_it_takes(request: pytest.FixtureRequest, monkeypatch: pytest.Monke
         monkeypatch.setattr("rag_blend.engine.timed_prefills", lambda adapter: [])
         monkeypatch.setattr(Controller, "best", lambda self, plan, places, work_of: plan)
         monkeypatch.setattr(Controller, "spare_rows", lambda self, plan, places, work_of: 0)
+
+
+@pytest.fixture
+def ttfts(monkeypatch: pytest.MonkeyPatch) -> Callable[[float, float], None]:
+    """Pretends that full prefill and blends take so many seconds: `ttfts(full_s, blend_s)`."""
+    prefill = BlendEngine.prefill
+
+    def take(full_s: float, blend_s: float) -> None:
+        def pretending(engine: BlendEngine, *args: Any, **kwargs: Any) -> Any:
+            done = prefill(engine, *args, **kwargs)
+            seconds = full_s if done.stats.mode == "full" else blend_s
+            return replace(done, stats=replace(done.stats, ttft_s=seconds))
+
+        monkeypatch.setattr(BlendEngine, "prefill", pretending)
+
+    return take
 
 
 @pytest.fixture

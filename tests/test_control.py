@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
@@ -14,10 +13,12 @@ from test_engine_storage import prompt_with
 
 from rag_blend import BlendEngine
 from rag_blend.cache import BlendCache
-from rag_blend.control import LONGEST_WAIT_S, Controller, ModelCost, PassTimes
+from rag_blend.control import LONGEST_WAIT_S, Backoff, Controller, ModelCost
 from rag_blend.models import adapter_for
 from rag_blend.plan import BlendPlan, Segment
 from rag_blend.selectors import selector_of
+from rag_blend.storage.memory import MemoryBackend
+from rag_blend.times import PassTimes
 from rag_blend.work import cost_of, expected_rows, timed_prefills
 
 MakeEngine = Callable[..., BlendEngine]
@@ -51,58 +52,8 @@ def taught(fetches: Mapping[str, float] | None = None, overhead_s: float = OVERH
     for flops in 2 * [2.0**size for size in range(31, 40)]:
         controller.learn_blend(flops, overhead_s + flops / FLOPS_PER_S, [])
     for place, seconds in (fetches or {}).items():
-        controller.learn_blend(0.0, 0.0, 2 * [(place, 1000, seconds)])
+        controller.learn_blend(0.0, 0.0, 2 * [(place, 1, 1000, seconds)])
     return controller
-
-
-class TestPassTimes:
-    def test_what_was_seen_is_told_and_what_lies_between_is_interpolated(self) -> None:
-        times = PassTimes()
-        assert times.seconds(2**33) is None
-        times.learn(2**33, 0.2)
-        times.learn(2**35, 0.5)
-        assert times.seconds(2**33) == pytest.approx(0.2)
-        assert times.seconds(2.5 * 2**33) == pytest.approx(0.35)
-        assert times.seconds(2**36) == pytest.approx(1.0)
-        assert times.seconds(2**20) == pytest.approx(0.2)
-        assert times.tells(0.6 * 2**33)
-        assert not times.tells(0.4 * 2**33)  # how much was overhead, nobody knows
-        assert times.tells(1.9 * 2**35)
-        assert not times.tells(2.1 * 2**35)
-
-    def test_a_hiccup_says_nothing(self) -> None:
-        times = PassTimes()
-        for seconds in (0.2, 9.0, 0.21, 0.22):
-            times.learn(2**33, seconds)
-        assert times.seconds(2**33) == pytest.approx(0.21)
-
-    def test_it_follows_a_machine_that_slows_down(self) -> None:
-        times = PassTimes()
-        for seconds in (0.2, 0.2, 0.2, 0.6, 0.6, 0.6):
-            times.learn(2**33, seconds)
-        assert times.seconds(2**33) == pytest.approx(0.6)
-
-    def test_untimed_and_empty_passes_teach_nothing(self) -> None:
-        times = PassTimes()
-        times.learn(1e10, 0.0)
-        times.learn(0.0, 1.0)
-        assert times.seconds(1e10) is None
-
-    def test_the_first_of_anything_may_be_slow(self) -> None:
-        times = PassTimes(at_least=2)
-        times.learn(2**33, 3.0)
-        assert times.seconds(2**33) is None
-        times.learn(2**33, 0.2)
-        assert times.seconds(2**33) == pytest.approx(0.2)
-
-    def test_what_was_slow_once_gets_another_chance(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        forgetful, steady = PassTimes(memory_s=60.0), PassTimes()
-        for times in (forgetful, steady):
-            times.learn(2**33, 5.0)
-        later = time.monotonic() + 61
-        monkeypatch.setattr(time, "monotonic", lambda: later)
-        assert forgetful.seconds(2**33) is None
-        assert steady.seconds(2**33) == 5.0
 
 
 class TestWhatIsReused:
@@ -162,6 +113,61 @@ class TestWhatIsReused:
         with pytest.raises(ValueError, match="'faster' or 'possible', not 'often'"):
             Controller(COST, "often")  # type: ignore[arg-type]
 
+    def test_a_slow_store_is_not_tried_with_every_size_of_prompt(self) -> None:
+        """Nothing is known of a blend of this size, but fetching alone takes longer than computing."""
+        controller = Controller(COST)
+        controller.learn_full(1000, 1.0)
+        controller.learn_blend(0.0, 0.0, 2 * [("disk", 1, 1000, 10.0)])
+        assert not controller.best(plan(1000, 800), PLACES, work_of).reuses
+        assert controller.best(plan(1000, 800), {"a": "memory"}, work_of).reuses
+
+    def test_what_was_refused_is_tried_again(self) -> None:
+        controller = taught({"redis": 60.0})
+        whole = plan(2000, 900)
+        chosen = [controller.best(whole, {"a": "redis"}, work_of) for _ in range(30)]
+        assert [turn for turn, best in enumerate(chosen) if best is whole] == [4, 13]
+
+    def test_trials_that_prove_fast_are_followed_by_others_until_it_is_known(self) -> None:
+        controller = taught({"redis": 60.0})
+        whole, places = plan(2000, 900), {"a": "redis"}
+        while controller.best(whole, places, work_of) is not whole:
+            pass
+        for _ in range(6):
+            computing_s = OVERHEAD_S + work_of(whole) / FLOPS_PER_S
+            controller.learn_blend(work_of(whole), computing_s, [("redis", 1, 900, 0.01)])
+            assert controller.best(whole, places, work_of) is whole
+        assert controller._trial is None  # it is known by now
+
+    def test_one_slow_place_does_not_keep_another_from_being_tried(self) -> None:
+        controller = taught({"disk": 60.0, "redis": 60.0})
+        for place in ("disk", "redis"):
+            assert [controller.best(plan(2000, 900), {"a": place}, work_of).reuses for _ in range(5)] == [False] * 4 + [
+                True
+            ]
+
+
+class TestBackoff:
+    @staticmethod
+    def tries(backoff: Backoff, cost: float, refusals: int) -> list[int]:
+        return [number for number in range(1, refusals + 1) if backoff.refuse(cost)]
+
+    def test_the_delay_doubles(self) -> None:
+        assert self.tries(Backoff(), 10.0, 300) == [5, 14, 31, 64, 129, 258]
+
+    @pytest.mark.parametrize("cost", [1.0, 1.3, 10.0, 1000.0])
+    def test_in_the_long_run_tries_take_a_hundredth_of_the_time(self, cost: float) -> None:
+        backoff = Backoff()
+        self.tries(backoff, cost, 200_000)
+        refusals = 300_000
+        tries = len(self.tries(backoff, cost, refusals))
+        assert 0.4 < tries * cost / (0.01 * refusals) <= 1.1
+
+    def test_it_begins_anew_when_it_proved_fast(self) -> None:
+        backoff = Backoff()
+        self.tries(backoff, 10.0, 300)
+        backoff.reset()
+        assert self.tries(backoff, 10.0, 20) == [1, 6, 15]
+
 
 class TestSpareRows:
     def test_recompute_lasts_as_long_as_the_fetch(self) -> None:
@@ -176,6 +182,15 @@ class TestSpareRows:
 
     def test_none_while_nothing_is_known(self) -> None:
         assert Controller(COST).spare_rows(plan(2000, 900), PLACES, work_of) == 0
+
+    def test_none_in_a_trial(self) -> None:
+        """They would make it as slow as the store is thought to be, even if that has become fast."""
+        controller = taught({"redis": 60.0})
+        whole, places = plan(2000, 900), {"a": "redis"}
+        assert controller.spare_rows(whole, places, work_of) > 0
+        while controller.best(whole, places, work_of) is not whole:
+            pass
+        assert controller.spare_rows(whole, places, work_of) == 0
 
 
 class TestWaiting:
@@ -244,6 +259,11 @@ class TestWork:
         assert tried == [64]
 
 
+def fetch_of(texts: list[str], seconds: float) -> tuple[str, int, int, float]:
+    """All chunks of a prompt came from memory in so many seconds."""
+    return "memory", len(texts), sum(len(text.split()) for text in texts), seconds
+
+
 class TestEngine:
     def test_declined_chunks_are_counted_and_computed(self, make_engine: MakeEngine, texts: list[str]) -> None:
         engine = make_engine()
@@ -262,6 +282,30 @@ class TestEngine:
         possible = make_engine(storage=engine._backend, reuse_when="possible").prefill(prompt)
         assert (possible.stats.mode, possible.stats.declined, possible.stats.hits) == ("blend", 0, len(texts))
 
+    def test_fetches_are_told_by_their_place_entries_and_tokens(
+        self, make_engine: MakeEngine, texts: list[str], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        told: list[tuple[str, int, int, float]] = []
+        monkeypatch.setattr(Controller, "learn_blend", lambda self, flops, seconds, fetches: told.extend(fetches))
+        engine = make_engine(reuse_when="possible")
+        engine.ingest(texts, progress=False)
+        stats = engine.prefill(prompt_with(*texts)).stats
+        ((place, entries, tokens, seconds),) = told
+        assert (place, entries, tokens) == ("memory", len(texts), stats.reused_tokens + stats.recomputed_tokens)
+        assert seconds > 0
+
+    @pytest.mark.parametrize("at_once", [1, 8])
+    def test_as_many_entries_are_read_at_once_as_the_store_says(
+        self, at_once: int, make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(MemoryBackend, "parallel_reads", at_once)
+        control = make_engine(storage=MemoryBackend())._control
+        for tokens in (100, 1200, 100, 1200):  # a second for each round
+            control.learn_blend(0.0, 0.0, [("memory", 1, tokens, 1.0)])
+        eight = replace(plan(2000), segments=tuple(Segment(i * 150, (i + 1) * 150, f"{i}", 0, False) for i in range(8)))
+        fetching_s = control._fetching_s(eight, {f"{i}": "memory" for i in range(8)})
+        assert fetching_s["memory"] == pytest.approx(8.0 if at_once == 1 else 1.0)
+
     def test_a_store_that_turns_out_slow_is_left_alone(self, make_engine: MakeEngine, texts: list[str]) -> None:
         engine = make_engine()
         engine.ingest(texts, progress=False)
@@ -269,7 +313,7 @@ class TestEngine:
         engine._control.learn_full(256, 0.5)
         prompt = prompt_with(*texts)
         assert [engine.prefill(prompt).stats.hits for _ in range(2)] == 2 * [len(texts)]
-        engine._control.learn_blend(0.0, 0.0, [("memory", 1, 10.0)] * 9)
+        engine._control.learn_blend(0.0, 0.0, [fetch_of(texts, 10.0)] * 9)
         assert engine.prefill(prompt).stats.declined == len(texts)
 
     def test_a_slow_fetch_raises_the_ratio_only_where_it_is_free_to_choose(
@@ -281,9 +325,9 @@ class TestEngine:
         usual = max(engine.prefill(prompt).stats.recomputed_tokens for _ in range(2))
         engine._control._full = PassTimes()
         engine._control.learn_full(256, 5.0)
-        engine._control.learn_blend(0.0, 0.0, [("memory", 1000, 1.0)] * 9)
+        engine._control.learn_blend(0.0, 0.0, [fetch_of(texts, 1.0)] * 9)
         assert engine.prefill(prompt).stats.recomputed_tokens > 2 * usual
-        engine._control.learn_blend(0.0, 0.0, [("memory", 1000, 1.0)] * 9)
+        engine._control.learn_blend(0.0, 0.0, [fetch_of(texts, 1.0)] * 9)
         given = engine.prefill(prompt, recompute_ratio=0.1).stats
         assert given.recomputed_tokens <= 0.1 * (given.reused_tokens + given.recomputed_tokens) + 1
 
@@ -296,7 +340,9 @@ class TestEngine:
         monkeypatch.setattr(BlendCache, "prefill_s", 0.0)
         prompt = prompt_with(*texts)
         usual = [engine.prefill(prompt).stats.recomputed_tokens for _ in range(3)]
-        engine._control.learn_blend(0.0, 0.0, [("memory", 1000, 1.0)] * 9)
+        engine._control._full = PassTimes()
+        engine._control.learn_full(256, 5.0)
+        engine._control.learn_blend(0.0, 0.0, [fetch_of(texts, 1.0)] * 9)
         assert engine._control._blend.seconds(1e6) is None
         assert engine.prefill(prompt).stats.recomputed_tokens == usual[0]
 
@@ -311,5 +357,5 @@ class TestEngine:
             engine.prefill(prompt)
         for _ in range(9):
             slow._control.learn_full(256, 1e-6)
-            slow._control.learn_blend(1e8, 1.0, [("memory", 1, 60.0)])
+            slow._control.learn_blend(1e8, 1.0, [fetch_of(texts, 60.0)])
         assert torch.equal(slow.prefill(prompt).logits, fast.prefill(prompt).logits)
