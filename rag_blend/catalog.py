@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from rag_blend.chunk import GENERIC_HEAD, NO_TOKENS, ChunkOrigin, digest_ids
+from rag_blend.chunk import GENERIC_HEAD, ChunkOrigin, digest_ids
 from rag_blend.errors import StoreUnavailableError
 from rag_blend.label import ListedChunk
 from rag_blend.match import ChunkIndex, Match
@@ -66,11 +66,15 @@ class Findings(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class _Group:
-    """Chunks cached behind one head. `primed` ones never are exact."""
+    """Chunks cached behind one head. Primed ones never are exact, and heads themselves are never anything else."""
 
     head_ids: np.ndarray | None  # None: cached without knowing the head
-    primed: bool
+    priming: str  # see `ChunkOrigin`
     index: ChunkIndex
+
+    @property
+    def of_heads(self) -> bool:
+        return self.head_ids is not None and not len(self.head_ids) and self.priming == "none"
 
     def suits(self, prompt_ids: np.ndarray) -> bool:
         """Whether the prompt begins with this head, but for tokens that may change at its end."""
@@ -80,7 +84,7 @@ class _Group:
 
     def is_exact(self, match: Match, prompt_ids: np.ndarray) -> bool:
         """Whether the match stands directly behind the very head it was cached behind."""
-        if self.primed or self.head_ids is None or match.offset or match.start != len(self.head_ids):
+        if self.priming != "none" or self.head_ids is None or match.offset or match.start != len(self.head_ids):
             return False
         return common_prefix(self.head_ids, prompt_ids) == len(self.head_ids)
 
@@ -101,7 +105,7 @@ class ChunkCatalog:
         self._token_ids_of = token_ids_of
         self._head_ids_of = head_ids_of
         self._any_head = any_head
-        self._groups: dict[tuple[str, bool], _Group] = {}
+        self._groups: dict[tuple[str, str], _Group] = {}
         self._lost: set[str] = set()  # gone, as one search found
         self._silent: set[str] = set()  # not to be had during one search
         self._reported_heads: set[str] = set()
@@ -117,11 +121,11 @@ class ChunkCatalog:
         """Make stored chunks known: as if each was given to `add`, but many times faster."""
         rest = iter(chunks)
         while some := list(islice(rest, _CHUNKS_AT_ONCE)):
-            by_group: defaultdict[tuple[str, bool], list[ListedChunk]] = defaultdict(list)
+            by_group: defaultdict[tuple[str, str], list[ListedChunk]] = defaultdict(list)
             for chunk in some:
-                by_group[chunk.origin.head, chunk.origin.prime != NO_TOKENS].append(chunk)
-            for (head, primed), theirs in by_group.items():
-                self._add_some(head, primed, theirs)
+                by_group[chunk.origin.head, chunk.origin.priming].append(chunk)
+            for (head, priming), theirs in by_group.items():
+                self._add_some(head, priming, theirs)
 
     def remove(self, keys: Iterable[str]) -> None:
         """Forget chunks; unknown keys are ignored."""
@@ -154,9 +158,9 @@ class ChunkCatalog:
         """Keys of the stored chunks that lie in these ids, behind whatever head they were cached."""
         return {match.key for group in list(self._groups.values()) for match in group.index.match(token_ids)}
 
-    def _add_some(self, head: str, primed: bool, chunks: Iterable[ListedChunk]) -> None:
+    def _add_some(self, head: str, priming: str, chunks: Iterable[ListedChunk]) -> None:
         try:
-            group = self._group(head, primed)
+            group = self._group(head, priming)
         except KeyError:
             self._report_head(head)
             return
@@ -165,7 +169,7 @@ class ChunkCatalog:
 
     def _find(self, prompt_ids: np.ndarray) -> Findings:
         prefix: list[Match] = []
-        chunks: list[tuple[bool, Match]] = []
+        chunks: list[tuple[bool, bool, Match]] = []
         unsuited: list[_Group] = []
         for group in self._groups.values():
             suits = group.suits(prompt_ids)
@@ -175,14 +179,15 @@ class ChunkCatalog:
             for match in group.index.match(prompt_ids):
                 if suits and group.is_exact(match, prompt_ids):
                     prefix.append(match)
-                else:
-                    # A chunk cached behind this very head is better than one cached behind an unknown one.
-                    chunks.append((suits and group.head_ids is not None, match))
+                elif not group.of_heads:
+                    # A chunk cached behind this very head is better than one cached behind an unknown one, and one
+                    # that was primed with a text of its own better than the same one that was not.
+                    chunks.append((suits and group.head_ids is not None, group.priming == "own", match))
         prefix.sort(key=lambda m: (m.start, -m.length))
-        chunks.sort(key=lambda c: (not c[0], -c[1].length, c[1].start))
-        usable = [*prefix, *(match for _, match in chunks)]
-        elsewhere = self._elsewhere(prompt_ids, unsuited, usable)
-        return Findings(prefix, [match for _, match in chunks], elsewhere, [])
+        chunks.sort(key=lambda c: (not c[0], -c[2].length, c[2].start, not c[1]))
+        matches = [match for _, _, match in chunks]
+        elsewhere = self._elsewhere(prompt_ids, unsuited, [*prefix, *matches])
+        return Findings(prefix, matches, elsewhere, [])
 
     def _elsewhere(self, prompt_ids: np.ndarray, groups: Iterable[_Group], usable: Iterable[Match]) -> list[Match]:
         """Matches of groups that do not suit, each place once, apart from what can be used anyway."""
@@ -196,13 +201,13 @@ class ChunkCatalog:
                 matches.append(match)
         return matches
 
-    def _group(self, head: str, primed: bool) -> _Group:
-        if (head, primed) not in self._groups:
+    def _group(self, head: str, priming: str) -> _Group:
+        if (head, priming) not in self._groups:
             head_ids = None if head == GENERIC_HEAD else self._head_ids_of(head)
             if head_ids is not None and digest_ids(head_ids) != head:
                 raise KeyError(head)  # exactness is claimed on the strength of these ids
-            self._groups[head, primed] = _Group(head_ids, primed, ChunkIndex(self._ids_or_lost))
-        return self._groups[head, primed]
+            self._groups[head, priming] = _Group(head_ids, priming, ChunkIndex(self._ids_or_lost))
+        return self._groups[head, priming]
 
     def _ids_or_lost(self, key: str) -> np.ndarray:
         if key in self._silent:

@@ -6,7 +6,7 @@ import hashlib
 import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -58,13 +58,26 @@ class ChunkOrigin:
         fingerprint: Digest of the `ModelFingerprint`.
         namespace: Tenant; entries of different namespaces never meet.
         head: Digest of the token ids in front, or `GENERIC_HEAD`.
-        prime: Digest of the priming token ids between head and chunk.
+        prime: Digest of the priming token ids between head and chunk, behind a word and a blank where they are the
+            chunk's own (`Priming.kind`).
     """
 
     fingerprint: str
     namespace: str
     head: str
     prime: str
+
+    @property
+    def is_head(self) -> bool:
+        """Whether the chunk is the head of prompts itself: it was cached behind nothing at all."""
+        return self.head == self.prime == NO_TOKENS
+
+    @property
+    def priming(self) -> Literal["none", "shared", "own"]:
+        """Whether the priming text is one for all chunks, or was chosen for this one."""
+        if self.prime == NO_TOKENS:
+            return "none"
+        return "own" if " " in self.prime else "shared"
 
 
 class Context(NamedTuple):

@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from types import TracebackType
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, TypeVar, get_args
 
 import numpy as np
 import torch
@@ -45,12 +45,12 @@ from rag_blend.generation import (
     wanted_tokens,
 )
 from rag_blend.info import context_window_of
-from rag_blend.ingest import Ingester, IngestReport
+from rag_blend.ingest import Ingester, IngestReport, require_documents
 from rag_blend.later import IdleClock, IdleIngester, PendingText
 from rag_blend.listing import empty_catalog, usable_chunks
 from rag_blend.loading import load
 from rag_blend.metrics import NO_FAULTS, Metrics, MetricsRecorder, drift_figures, tiers_of
-from rag_blend.models import ModelAdapter, adapter_for, bare_model, lock_of
+from rag_blend.models import ModelAdapter, adapter_for, bare_model, describe, lock_of
 from rag_blend.plan import BlendPlan
 from rag_blend.policy import DEFAULT_SELECTOR, PolicyChooser, PolicyInfo, Ratio
 from rag_blend.prefixes import PrefixCache
@@ -65,6 +65,7 @@ from rag_blend.storage import StorageBackend, open_storage
 from rag_blend.store import KVStore
 from rag_blend.teacher import forced_logits
 from rag_blend.trace import TraceRecorder
+from rag_blend.transformers_prefill import TransformersPrefill
 from rag_blend.work import cost_of, timed_prefills
 
 logger = logging.getLogger(__name__)
@@ -72,6 +73,7 @@ T = TypeVar("T")
 
 Place = str | os.PathLike[str] | StorageBackend
 Storage = Place | Sequence[Place] | None
+OnUnsupported = Literal["error", "full", "calibrated", "measured"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,7 +120,10 @@ class BlendEngine:
             Entries of every codec are read, and what is stored already stays as it is.
         any_head: Reuse chunks also behind another head than the one they were cached behind.
         on_unsupported: What to do with a model that cannot be blended: ``"error"``, or ``"full"`` to serve it by
-            plain full prefill, of which only what earlier prompts begin with is reused, exactly.
+            plain full prefill, of which only what earlier prompts begin with is reused, exactly. ``"calibrated"``: a
+            model whose attention slides over a window is blended where ``rag-blend calibrate`` has passed for it in
+            this store, with the same namespace and priming; others, and until then, as ``"full"``. ``"measured"``: it
+            is blended without that, as a calibration must; others are errors.
         shadow: Share of the answered prompts that are compared with full prefill in the background, when the model
             is free; see `drift`. 0: none.
         reuse_when: ``"faster"``: stored chunks are left alone where computing them is expected to take no longer, as
@@ -147,7 +152,7 @@ class BlendEngine:
         kv_dtype: torch.dtype | None = None,
         codec: str | Codec = "raw",
         any_head: bool = False,
-        on_unsupported: str = "error",
+        on_unsupported: OnUnsupported = "error",
         shadow: float = 0.0,
         prefix_cache_bytes: int = 256 * 2**20,
         max_batch: int = 16,
@@ -157,9 +162,10 @@ class BlendEngine:
         self._policies = PolicyChooser(selector, recompute_ratio)
         if max_batch < 1:
             raise ValueError(f"max_batch must be at least 1, got {max_batch}")
-        if on_unsupported not in {"error", "full"}:
-            raise ValueError(f"on_unsupported must be 'error' or 'full', not {on_unsupported!r}")
+        if on_unsupported not in (choices := get_args(OnUnsupported)):
+            raise ValueError(f"on_unsupported must be one of {', '.join(choices)}, not {on_unsupported!r}")
         model = bare_model(model)
+        self._closed = False
         self._recorder = MetricsRecorder()
         self._listeners: dict[int, list[Generation]] = {}
         self._prefixes = PrefixCache(prefix_cache_bytes)
@@ -167,17 +173,19 @@ class BlendEngine:
         self.tokenizer = tokenizer
         self._lock = lock_of(model)
         self._shadow = ShadowChecker(shadow, self._lock, self._logits_along, self._target)
+        self._on_unsupported = on_unsupported
         with self._lock:  # the model may be in use by another engine
-            self._adapter = self._adapt(on_unsupported)
-            if self._adapter is not None:
-                self._control = _controller_for(self._adapter, reuse_when)
+            self._able = self._adapter = self._adapt()
         self._server = Server(model, tokenizer, self._run, self._on_answer)
         answer = (self._server.answer, self._server.answer_together)
         self._queue = RequestQueue(self._lock, *answer, self._go_together, max_batch)
         self.context_window = context_window_of(model.config, tokenizer)
         kv_dtype = stored_dtype(model.dtype, kv_dtype)
         self._backend = open_storage(storage)
-        fingerprint = fingerprint_of(model, tokenizer, kv_dtype).digest
+        with self._lock:  # another engine's self-test may be changing the configuration for the time being
+            fingerprint = fingerprint_of(model, tokenizer, kv_dtype).digest
+            if self._adapter is not None:
+                self._control = _controller_for(self._adapter, reuse_when, self._backend.parallel_reads)
         self._store = KVStore(self._backend, fingerprint, namespace, kv_dtype, codec)
         self._primer = Primer(prime, prime_tokens, prime_texts, tokenizer, self._store)
         self._priming = priming_of(prime, prime_tokens, prime_texts)
@@ -223,7 +231,7 @@ class BlendEngine:
             options: More arguments of `BlendEngine`.
 
         Raises:
-            UnsupportedModelError: The model cannot be blended correctly.
+            UnsupportedModelError: The model cannot be blended correctly, or is no decoder of text at all.
             OSError: There is no such model.
         """
         model, tokenizer = load(path_or_hub_id, device, dtype, model_kwargs)
@@ -304,10 +312,12 @@ class BlendEngine:
 
         Raises:
             OSError: The storage refused.
+            RuntimeError: The engine is closed.
         """
+        self._require_open()
         with self._lock:
             save_verdict(self._store, self._priming, verdict)
-            self._policies.adopt(verdict)
+            self._follow(verdict)
 
     def ingest(
         self,
@@ -331,20 +341,23 @@ class BlendEngine:
             ValueError: `doc_ids` and `texts` differ in length.
             TypeError: One of them is not a sequence of strings.
             OSError: The storage refused; what was written before stays.
+            RuntimeError: The engine is closed.
         """
-        _require_documents(texts, doc_ids)
-        if self._adapter is None:
+        self._require_open()
+        require_documents(texts, doc_ids)
+        adapter = self._adapter
+        if adapter is None:
             logger.warning("%s is served by full prefill: nothing is ingested", self.model_name)
             return IngestReport(skipped=len(texts))
         head_ids = None if head is None else self._known_ids(prompt_ids(self.tokenizer, head))
         ingester = Ingester(
-            self._adapter,
+            TransformersPrefill(adapter),
             self.tokenizer,
             self._store,
             self._primer,
-            self._catalog,
             self._lock,
             self.context_window,
+            self._catalog.add,
         )
         report = ingester.ingest(texts, head_ids, doc_ids or [""] * len(texts), progress)
         self._recorder.ingested(report)
@@ -367,8 +380,10 @@ class BlendEngine:
         Raises:
             ValueError: See `ingest`.
             TypeError: See `ingest`.
+            RuntimeError: The engine is closed.
         """
-        _require_documents(texts, doc_ids)
+        self._require_open()
+        require_documents(texts, doc_ids)
         self._clock.touch()
         ids = None if head is None else tuple(self._known_ids(prompt_ids(self.tokenizer, head)).tolist())
         documents = doc_ids or [""] * len(texts)
@@ -382,8 +397,12 @@ class BlendEngine:
         """Have the caches of texts that will soon stand in a prompt brought nearer, in the background.
 
         Useful where caches lie in a far tier; otherwise nothing happens. Returns at once.
+
+        Raises:
+            RuntimeError: The engine is closed.
         """
-        _require_documents(texts, None)
+        self._require_open()
+        require_documents(texts, None)
         self._clock.touch()
         self._fetching.submit(self._prefetch_now, list(texts))
 
@@ -416,7 +435,9 @@ class BlendEngine:
         record.turn("queue")
 
         def call(cache: BlendCache | None) -> tuple[tuple[torch.Tensor, Cache, float], Sequence[int]]:
-            return (*self._server.forward(ids, cache), time.perf_counter()), ids.tolist()
+            logits, whole = self._server.forward(ids, cache)
+            logits[0].item()  # an accelerator has finished then, too
+            return (logits, whole, time.perf_counter()), ids.tolist()
 
         with self._clock, self._lock:
             (logits, cache, finished), stats = self._run(ids, policy, call, record)
@@ -563,6 +584,7 @@ class BlendEngine:
         Raises:
             OSError: The storage refused; call again to finish.
         """
+        self._require_open()
         documents = set(doc_ids)
         self._later.drop(documents)
         with self._lock:
@@ -576,18 +598,24 @@ class BlendEngine:
         return ForgetReport(len(keys), bool(samples.records))
 
     def refresh(self) -> None:
-        """Take over what other processes have stored since this engine was made, a calibration included."""
+        """Take over what other processes have stored since this engine was made, a calibration included.
+
+        Raises:
+            RuntimeError: The engine is closed.
+        """
+        self._require_open()
         with self._lock:
             self._prefixes.clear()  # another process may have forgotten something
-            self._policies.adopt(load_verdict(self._store, self._priming))
+            self._follow(load_verdict(self._store, self._priming))
             self._primer.reload()
             self._catalog.clear()  # not replaced: an ingestion that waits for the lock goes on with it
             self._catalog.add_all(usable_chunks(self._store, self._primer))
 
     def close(self) -> None:
-        """Release handles and memory; do not use the engine afterwards. The model stays the caller's."""
+        """Release handles and memory; only a new engine can be used afterwards. The model stays the caller's."""
         self._fetching.shutdown(cancel_futures=True)
         self._later.close()
+        self._closed = True
         self._shadow.close()
         with self._lock:
             self._prefixes.clear()
@@ -601,20 +629,40 @@ class BlendEngine:
     ) -> None:
         self.close()
 
-    def _adapt(self, on_unsupported: str) -> ModelAdapter | None:
+    def _adapt(self) -> ModelAdapter | None:
         try:
-            adapter = adapter_for(self._model)
+            adapter = adapter_for(self._model, windows=self._on_unsupported in {"calibrated", "measured"})
             check_model(adapter)
         except UnsupportedModelError as error:
-            if on_unsupported == "error" or not error.servable:
+            if self._on_unsupported in {"error", "measured"} or not error.servable:
                 raise
-            self._continuation = Continuation(self._model, self._prefixes)
-            reuse = "only beginnings of earlier prompts are reused" if self._continuation.works else "nothing is reused"
-            logger.warning("%s It is served by plain full prefill: %s.", error.reason, reuse)
+            self._serve_unblended(error.reason)
             return None
         return adapter
 
+    def _serve_unblended(self, reason: str) -> None:
+        self._adapter = None
+        self._prefixes.clear()
+        self._continuation = Continuation(self._model, self._prefixes)
+        reuse = "only beginnings of earlier prompts are reused" if self._continuation.works else "nothing is reused"
+        logger.warning("%s It is served by plain full prefill: %s.", reason, reuse)
+
+    def _follow(self, verdict: Verdict | None) -> None:
+        """Let a verdict decide, for a model whose attention slides also whether it is blended at all."""
+        if self._able is not None and self._able.slides and self._on_unsupported == "calibrated":
+            if verdict is not None and verdict.passed:
+                self._adapter = self._able
+            elif self._adapter is not None:
+                why = "it failed its calibration." if verdict else "run `rag-blend calibrate` on this store first."
+                self._serve_unblended(f"{describe(self._model)} is not blended: its attention slides, and {why}")
+        self._policies.adopt(None if self._adapter is None else verdict)
+
+    def _require_open(self) -> None:
+        if self._closed:
+            raise RuntimeError("this engine is closed: make a new one, BlendEngine.from_pretrained(...)")
+
     def _checked_ids(self, prompt: str | Sequence[int], add_special_tokens: bool | None) -> np.ndarray:
+        self._require_open()
         ids = self._known_ids(prompt_ids(self.tokenizer, prompt, add_special_tokens))
         if len(ids) >= self.context_window:
             raise PromptTooLongError(
@@ -683,7 +731,8 @@ class BlendEngine:
     def _logits_along(self, query: ShadowQuery, policy: BlendPolicy, stop: threading.Event) -> torch.Tensor | None:
         """Logits along an answer behind its prompt; None if that was to be blended and cannot be any more."""
         adapter = self._adapter
-        assert adapter is not None  # or nothing would have been blended
+        if adapter is None:  # a verdict has ended blending
+            return None
 
         def check(layer_idx: int, hidden_states: torch.Tensor, kwargs: dict[str, Any]) -> torch.Tensor:
             if stop.is_set():
@@ -733,21 +782,9 @@ class BlendEngine:
         return runner.run(ids, self._catalog, policy, call, record, room, cancel, keep_blend=room > 0)
 
 
-def _controller_for(adapter: ModelAdapter, reuse_when: ReuseWhen) -> Controller:
-    control = Controller(cost_of(adapter), reuse_when)
+def _controller_for(adapter: ModelAdapter, reuse_when: ReuseWhen, parallel_reads: int) -> Controller:
+    control = Controller(cost_of(adapter), reuse_when, parallel_reads)
     if control.declines:
         for tokens, seconds in timed_prefills(adapter):
             control.learn_full(tokens, seconds)
     return control
-
-
-def _require_documents(texts: Sequence[str], doc_ids: Sequence[str] | None) -> None:
-    _require_strings("texts", texts)
-    _require_strings("doc_ids", doc_ids or ())
-    if doc_ids is not None and len(doc_ids) != len(texts):
-        raise ValueError(f"{len(texts)} texts, but {len(doc_ids)} doc_ids")
-
-
-def _require_strings(name: str, values: Iterable[str]) -> None:
-    if isinstance(values, str) or not all(isinstance(value, str) for value in values):
-        raise TypeError(f"{name} must be a list of strings")

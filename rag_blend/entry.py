@@ -26,7 +26,7 @@ import torch
 import xxhash
 from safetensors.torch import save
 
-from rag_blend.chunk import FORMAT, NO_TOKENS, ChunkKV, ChunkOrigin, LayerKV, chunk_key
+from rag_blend.chunk import FORMAT, ChunkKV, ChunkOrigin, LayerKV, chunk_key
 from rag_blend.codecs import Codec, codec_of
 from rag_blend.codecs.base import Shape
 from rag_blend.codecs.raw import RawCodec
@@ -82,7 +82,7 @@ def encode_entry(chunk: ChunkKV, dtype: torch.dtype, codec: Codec = _RAW) -> byt
     Raises:
         ValueError: A key or value is NaN or infinite, or too large even for bfloat16, or for the codec.
     """
-    if not codec.lossless and chunk.origin.head == chunk.origin.prime == NO_TOKENS:
+    if not codec.lossless and chunk.origin.is_head:
         codec = _RAW
     stored = _in_dtype(chunk.layers, dtype if codec.lossless else torch.float32)
     encoded = [codec.encode(layer) for layer in stored]

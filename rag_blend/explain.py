@@ -68,19 +68,19 @@ class _Census:
 
     @property
     def num_heads(self) -> int:
-        return sum(map(_is_head, self.origins.values()))
+        return sum(origin.is_head for origin in self.origins.values())
 
     @classmethod
     def of(cls, backend: StorageBackend, fingerprint: str, namespace: str) -> _Census:
         listed = (read_label(label, key) for key, label in backend.labels())
         origins = {chunk.key: chunk.origin for chunk in listed if chunk is not None}
         own = {k: o for k, o in origins.items() if (o.fingerprint, o.namespace) == (fingerprint, namespace)}
-        others = [origin for key, origin in origins.items() if key not in own and not _is_head(origin)]
+        others = [origin for key, origin in origins.items() if key not in own and not origin.is_head]
         of_other_models = sum(origin.fingerprint != fingerprint for origin in others)
         return cls(own, of_other_models, len(others) - of_other_models)
 
     def is_head(self, chunk: TracedChunk) -> bool:
-        return chunk.key in self.origins and _is_head(self.origins[chunk.key])
+        return chunk.key in self.origins and self.origins[chunk.key].is_head
 
 
 def explain(engine: BlendEngine, backend: StorageBackend, namespace: str, served: Prefill | Generation) -> Explanation:
@@ -186,10 +186,6 @@ class _Reader:
         """Which chunk is reused at a position; -1: none."""
         owner = int(self._owners[position]) if 0 <= position < len(self._owners) else -1
         return owner if owner >= 0 and self._trace.chunks[owner].is_hit else -1
-
-
-def _is_head(origin: ChunkOrigin) -> bool:
-    return origin.head == NO_TOKENS == origin.prime
 
 
 def _why_not_exact(origin: ChunkOrigin | None) -> str:

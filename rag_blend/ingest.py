@@ -7,17 +7,15 @@ import logging
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from tqdm.auto import tqdm
 from transformers import PreTrainedTokenizerBase
 
-from rag_blend.catalog import ChunkCatalog
 from rag_blend.chunk import GENERIC_HEAD, NO_TOKENS, ChunkKV, ChunkOrigin, Context, digest_ids
-from rag_blend.models import ModelAdapter
-from rag_blend.prefiller import ChunkPrefiller, Prefilled
+from rag_blend.prefiller import ChunkPrefiller, Job, Prefilled, PrefillModel
 from rag_blend.primer import Primer
 from rag_blend.prompt import bos_ids, chunk_ids
 from rag_blend.store import KVStore
@@ -53,32 +51,32 @@ class Ingester:
     """Brings texts into the store, once each.
 
     Args:
-        adapter: The model.
+        model: Computes the rows.
         tokenizer: Its tokenizer.
         store: Where the caches go.
         primer: Chooses priming texts.
-        catalog: Learns of new chunks.
         lock: Held while the model or the catalog is used, so that queries can come between two batches.
         context_window: Longest sequence the model takes, in tokens.
+        learn: Told of each chunk that is stored now: its key, origin and token ids. None: nobody asks prompts here.
     """
 
     def __init__(
         self,
-        adapter: ModelAdapter,
+        model: PrefillModel,
         tokenizer: PreTrainedTokenizerBase,
         store: KVStore,
         primer: Primer,
-        catalog: ChunkCatalog,
         lock: threading.RLock,
         context_window: int,
+        learn: Callable[[str, ChunkOrigin, np.ndarray], None] | None = None,
     ) -> None:
-        self._adapter = adapter
+        self._model = model
         self._tokenizer = tokenizer
         self._store = store
         self._primer = primer
-        self._catalog = catalog
         self._lock = lock
         self._context_window = context_window
+        self._learn = learn
 
     def ingest(
         self, texts: Sequence[str], head: np.ndarray | None, documents: Sequence[str], progress: bool
@@ -116,7 +114,7 @@ class Ingester:
                 jobs.append(None)
                 continue
             origin = self._store.origin(head_digest, priming.digest)
-            jobs.append(_Job(self._store.key_of(origin, chunk), origin, contexts, chunk))
+            jobs.append(_Job(chunk, contexts, self._store.key_of(origin, chunk), origin))
         return jobs
 
     def _fits(self, context: np.ndarray, chunk: np.ndarray) -> bool:
@@ -140,7 +138,7 @@ class Ingester:
             self._store.backend.delete_record(name)  # a damaged one would stay for ever: the first writer wins
             self._store.backend.put_record(name, json.dumps(head.tolist()).encode())
         origin = self._store.origin(NO_TOKENS, NO_TOKENS)
-        return _Job(self._store.key_of(origin, head), origin, (Context(_NOTHING, 1.0),), head)
+        return _Job(head, (Context(_NOTHING, 1.0),), self._store.key_of(origin, head), origin)
 
     def _link(self, jobs: Sequence[_Job | None], documents: Sequence[str]) -> None:
         # Before anything is written: a document that can be found must also be forgettable.
@@ -152,32 +150,28 @@ class Ingester:
             self._store.link(document, needed)
 
     def _unknown(self, jobs: Sequence[_Job | None]) -> list[_Job]:
-        """The jobs still to be done, each once; of what is stored already the catalog learns here."""
+        """The jobs still to be done, each once; what is stored already is told here."""
         unknown = []
         for job in {job.key: job for job in jobs if job is not None}.values():
             if not self._store.has(job.key):
                 unknown.append(job)
                 continue
             with self._lock:
-                self._catalog.add(job.key, job.origin, job.token_ids)
+                self._tell(job)
         return unknown
 
     def _compute(self, jobs: Sequence[_Job], progress: bool) -> dict[str, int]:
         """Prefill and store; returns the bytes that each stored key takes."""
-        by_origin: defaultdict[ChunkOrigin, list[_Job]] = defaultdict(list)
-        for job in jobs:
-            by_origin[job.origin].append(job)  # the same origin means the same contexts
+        prefiller = ChunkPrefiller(self._model, jobs)
         num_bytes: dict[str, int] = {}
         total = sum(len(job.token_ids) for job in jobs)
         with tqdm(total=total, desc="KV caches", unit="tok", disable=not progress or not jobs) as bar:
-            for group in by_origin.values():
-                prefiller = ChunkPrefiller(self._adapter, group[0].contexts)
-                for batch in _batches(group):
-                    with self._lock:
-                        prefilled = prefiller.prefill([job.token_ids for job in batch])
-                    num_bytes.update(self._store_batch(batch, prefilled))
-                    bar.update(sum(len(job.token_ids) for job in batch))
-                    bar.set_postfix_str(f"{sum(num_bytes.values()) / 1e6:.0f} MB")
+            for batch in _batches(jobs):
+                with self._lock:
+                    prefilled = prefiller.prefill(batch)
+                num_bytes.update(self._store_batch(batch, prefilled))
+                bar.update(sum(len(job.token_ids) for job in batch))
+                bar.set_postfix_str(f"{sum(num_bytes.values()) / 1e6:.0f} MB")
         return num_bytes
 
     def _store_batch(self, batch: Sequence[_Job], prefilled: Sequence[Prefilled]) -> dict[str, int]:
@@ -197,17 +191,37 @@ class Ingester:
                 if job.origin.prime != NO_TOKENS and not self._primer.accepts(job.origin.prime):
                     self._store.backend.delete(written.key)
                     continue
-                self._catalog.add(job.key, job.origin, job.token_ids)
+                self._tell(job)
             num_bytes[written.key] = written.num_bytes
         return num_bytes
 
+    def _tell(self, job: _Job) -> None:
+        if self._learn is not None:
+            self._learn(job.key, job.origin, job.token_ids)
+
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Job:
+class _Job(Job):
     key: str
     origin: ChunkOrigin
-    contexts: tuple[Context, ...]
-    token_ids: np.ndarray
+
+
+def require_documents(texts: Sequence[str], doc_ids: Sequence[str] | None) -> None:
+    """Check what somebody wants to be ingested.
+
+    Raises:
+        ValueError: `doc_ids` and `texts` differ in length.
+        TypeError: One of them is not a sequence of strings.
+    """
+    _require_strings("texts", texts)
+    _require_strings("doc_ids", doc_ids or ())
+    if doc_ids is not None and len(doc_ids) != len(texts):
+        raise ValueError(f"{len(texts)} texts, but {len(doc_ids)} doc_ids")
+
+
+def _require_strings(name: str, values: Iterable[str]) -> None:
+    if isinstance(values, str) or not all(isinstance(value, str) for value in values):
+        raise TypeError(f"{name} must be a list of strings")
 
 
 def read_head(store: KVStore, digest: str) -> np.ndarray | None:

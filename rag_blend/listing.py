@@ -24,7 +24,7 @@ def usable_chunks(store: KVStore, primer: Primer) -> Iterator[ListedChunk]:
     """What is stored of heads, and of chunks that were primed in a way that the primer accepts."""
     for chunk in store.scan():
         origin = chunk.origin
-        if origin.prime == NO_TOKENS == origin.head or primer.accepts(origin.prime):
+        if origin.is_head or primer.accepts(origin.prime):
             yield chunk
 
 

@@ -1,18 +1,22 @@
-"""Prefill of chunks behind their contexts, and the mean of what comes out."""
+"""Prefill of chunks behind their contexts, and the mean of what comes out, whatever model computes it."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections import Counter, OrderedDict, defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
-from transformers.cache_utils import DynamicCache
 
-from rag_blend.cache import kv_of
 from rag_blend.chunk import Context, LayerKV
-from rag_blend.models import ModelAdapter
-from rag_blend.rope import Angles
+
+_MOST_KEPT = 8  # more than the head alone and the sampled texts behind it; each is as large as a chunk
+
+# From chunks' token ids to all layers of each: keys before RoPE and values, float32, (num_kv_heads, num_tokens,
+# head_dim) each.
+PrefillBehind = Callable[[Sequence[np.ndarray]], list[list[LayerKV]]]
 
 
 class Prefilled(NamedTuple):
@@ -27,71 +31,70 @@ class Prefilled(NamedTuple):
     staleness: np.ndarray | None
 
 
+class PrefillModel(Protocol):
+    """What computes the rows of chunks: a model of transformers, or the one inside vLLM."""
+
+    def behind(self, context: np.ndarray) -> PrefillBehind:
+        """Prefill behind one context.
+
+        Args:
+            context: Token ids of head and priming text, int32, shape (num_tokens,); may be empty.
+        """
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Job:
+    """A chunk to be prefilled.
+
+    Attributes:
+        token_ids: Its token ids, int32, shape (num_tokens,).
+        contexts: What it is prefilled behind, one after the other; the weights add up to 1.
+    """
+
+    token_ids: np.ndarray
+    contexts: tuple[Context, ...]
+
+
 class ChunkPrefiller:
     """Prefills chunks directly behind one or several contexts and takes the weighted mean of their caches.
 
     Args:
-        adapter: The model.
-        contexts: The contexts, their weights adding up to 1. Their own caches are computed once.
+        model: Computes the rows.
+        jobs: All that will be asked for: the caches of contexts that several of them share are computed once, and kept.
     """
 
-    def __init__(self, adapter: ModelAdapter, contexts: Sequence[Context]) -> None:
-        self._adapter = adapter
-        self._contexts = contexts
-        self._prefixes: dict[int, DynamicCache] = {}
+    def __init__(self, model: PrefillModel, jobs: Sequence[Job]) -> None:
+        self._model = model
+        self._uses = Counter(context.token_ids.tobytes() for job in jobs for context in job.contexts)
+        self._most_kept = max([_MOST_KEPT, *(len(job.contexts) + 1 for job in jobs)])
+        self._kept: OrderedDict[bytes, PrefillBehind] = OrderedDict()
 
     @torch.no_grad()
-    def prefill(self, chunks: Sequence[np.ndarray]) -> list[Prefilled]:
+    def prefill(self, jobs: Sequence[Job]) -> list[Prefilled]:
         """Prefill a batch.
 
         Args:
-            chunks: Token ids of each chunk, best of similar length.
+            jobs: The chunks, best of similar length.
         """
-        self._adapter.weights.require_same()
-        ids = np.zeros((len(chunks), max(map(len, chunks))), dtype=np.int32)
-        for row, chunk in enumerate(chunks):
-            ids[row, : len(chunk)] = chunk  # padding behind a chunk is invisible to it
-        if len(self._contexts) == 1:
-            return [Prefilled(layers, None) for layers in self._behind(0, ids, chunks)]
-        means = [_Mean() for _ in chunks]
-        for number, context in enumerate(self._contexts):
-            for mean, layers in zip(means, self._behind(number, ids, chunks), strict=True):
-                mean.add(layers, context.weight)
+        means = [_Mean() for _ in jobs]
+        together: defaultdict[bytes, list[tuple[int, Context]]] = defaultdict(list)
+        for number, job in enumerate(jobs):
+            for context in job.contexts:
+                together[context.token_ids.tobytes()].append((number, context))
+        for key, members in together.items():
+            behind = self._behind(key, members[0][1].token_ids)
+            rows = behind([jobs[number].token_ids for number, _ in members])
+            for (number, context), layers in zip(members, rows, strict=True):
+                means[number].add(layers, context.weight)
         return [mean.result() for mean in means]
 
-    def _behind(self, number: int, ids: np.ndarray, chunks: Sequence[np.ndarray]) -> list[list[LayerKV]]:
-        context = self._contexts[number].token_ids
-        start, device = len(context), self._adapter.device
-        same = self._adapter.rotary.same_angles
-        if not same(*(start + len(chunk) for chunk in chunks), device=device):  # padding would change their angles
-            return [self._behind(number, chunk[None], [chunk])[0] for chunk in chunks]
-        if start and not same(start, start + ids.shape[1], device=device):
-            cache = self._run(np.concatenate([np.tile(context, (len(ids), 1)), ids], axis=1), None)
-        else:
-            if number not in self._prefixes and start:
-                self._prefixes[number] = self._run(context[None], None)
-            cache = self._run(ids, self._prefixes.get(number))
-        angles = self._adapter.rotary.angles(start + ids.shape[1], device)
-        return [self._rows(cache, row, angles, start, start + len(chunk)) for row, chunk in enumerate(chunks)]
-
-    def _run(self, ids: np.ndarray, prefix: DynamicCache | None) -> DynamicCache:
-        adapter = self._adapter
-        cache = DynamicCache()
-        if prefix is not None:
-            for layer_idx in range(adapter.num_layers):
-                keys, values = (side.expand(len(ids), -1, -1, -1) for side in kv_of(prefix, layer_idx))
-                cache.update(keys, values, layer_idx)
-        input_ids = torch.from_numpy(ids).long().to(adapter.device)
-        adapter.model.base_model(input_ids=input_ids, use_cache=True, **{adapter.cache_argument: cache})
-        return cache
-
-    def _rows(self, cache: DynamicCache, row: int, angles: Angles, start: int, end: int) -> list[LayerKV]:
-        layers = []
-        for layer_idx in range(self._adapter.num_layers):
-            keys, values = (side[row : row + 1, :, start:end] for side in kv_of(cache, layer_idx))
-            unrotated = self._adapter.unrotate(layer_idx, keys, angles.at(start, end))
-            layers.append(LayerKV(unrotated[0], values[0].float()))
-        return layers
+    def _behind(self, key: bytes, context: np.ndarray) -> PrefillBehind:
+        behind = self._kept.pop(key, None) or self._model.behind(context)
+        if self._uses[key] > 1:
+            self._kept[key] = behind
+            if len(self._kept) > self._most_kept:
+                self._kept.popitem(last=False)
+        return behind
 
 
 class _Mean:
@@ -99,9 +102,11 @@ class _Mean:
 
     def __init__(self) -> None:
         self._layers: list[LayerKV] = []
+        self._count = 0
         self._squares: list[torch.Tensor] = []  # weighted mean square of each token, per layer and side
 
     def add(self, layers: Sequence[LayerKV], weight: float) -> None:
+        self._count += 1
         squares = [weight * _mean_square(side) for layer in layers for side in layer]
         weighted = [LayerKV(layer.keys * weight, layer.values * weight) for layer in layers]
         if not self._layers:
@@ -113,6 +118,8 @@ class _Mean:
         self._squares = [total + addend for total, addend in zip(self._squares, squares, strict=True)]
 
     def result(self) -> Prefilled:
+        if self._count == 1:
+            return Prefilled(self._layers, None)
         means = [_mean_square(side) for layer in self._layers for side in layer]
         # E[x^2] - E[x]^2, each side of each layer by its own scale
         spread = [(square - mean).clamp(min=0) / mean.mean() for square, mean in zip(self._squares, means, strict=True)]

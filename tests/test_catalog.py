@@ -174,6 +174,15 @@ def test_the_head_itself_is_exact_at_the_start_of_the_prompt(shelf: Shelf) -> No
     assert shelf.find(QUESTION, head).prefix == []
 
 
+@pytest.mark.parametrize("any_head", [False, True])
+def test_a_head_is_not_blended_into_prompts_that_begin_otherwise(any_head: bool) -> None:
+    shelf = Shelf(any_head)
+    shelf.add(HEAD_OF_20, NO_TOKENS)
+    assert shelf.find(HEAD, HEAD_OF_20, QUESTION) == NOTHING
+    changed = np.concatenate([[HEAD_OF_20[0] + 1], HEAD_OF_20[1:]]).astype(np.int32)
+    assert shelf.find(changed, A, QUESTION) == NOTHING
+
+
 def test_the_same_text_behind_its_own_head_is_preferred(shelf: Shelf) -> None:
     generic = shelf.add(A, head=GENERIC_HEAD)
     own = shelf.add(A, prime=PRIME)

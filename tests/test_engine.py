@@ -11,7 +11,6 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from conftest import random_model, random_text, small_tokenizer
@@ -24,7 +23,7 @@ from transformers import (
 )
 
 from rag_blend import BlendEngine, GenerationCancelledError, PromptTooLongError, UnsupportedModelError
-from rag_blend.prefiller import ChunkPrefiller, Prefilled
+from rag_blend.prefiller import ChunkPrefiller, Job, Prefilled
 from rag_blend.rows import RowSet
 
 MakeEngine = Callable[..., BlendEngine]
@@ -199,10 +198,10 @@ class TestForget:
         reports = []
         prefill = ChunkPrefiller.prefill
 
-        def and_forget(self: ChunkPrefiller, chunks: list[np.ndarray]) -> list[Prefilled]:
+        def and_forget(self: ChunkPrefiller, jobs: list[Job]) -> list[Prefilled]:
             if not reports and engine.num_chunks > 3:
                 reports.append(engine.forget([str(i) for i in range(30)]))
-            return prefill(self, chunks)
+            return prefill(self, jobs)
 
         monkeypatch.setattr(ChunkPrefiller, "prefill", and_forget)
         engine.ingest(texts, doc_ids=[str(i) for i in range(30)], progress=False)
@@ -355,13 +354,13 @@ class TestUnsupported:
 
     def test_mixed_layers_are_refused(self, make_engine: MakeEngine) -> None:
         model = random_model("qwen3", use_sliding_window=True, sliding_window=32, max_window_layers=1)
-        with pytest.raises(UnsupportedModelError, match="layers of type sliding_attention"):
+        with pytest.raises(UnsupportedModelError, match="slides over 32 tokens"):
             make_engine(model=model)
 
     def test_a_model_that_computes_something_else_fails_the_self_test(
         self, make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr(RowSet, "mask", lambda self: torch.ones(1, 1, len(self), 40, dtype=torch.bool))
+        monkeypatch.setattr(RowSet, "mask", lambda self, window: torch.ones(1, 1, len(self), 40, dtype=torch.bool))
         with pytest.raises(UnsupportedModelError, match="partial recompute differs"):
             make_engine()
 

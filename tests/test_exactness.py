@@ -108,7 +108,7 @@ def test_no_recomputed_token_sees_a_later_one(family: str, attention: str) -> No
 
 
 def test_the_mask_test_notices_a_bottom_right_triangle(monkeypatch: pytest.MonkeyPatch) -> None:
-    def bottom_right(self: RowSet) -> torch.Tensor:
+    def bottom_right(self: RowSet, window: int | None) -> torch.Tensor:
         rows, total = len(self), self._num_tokens
         return torch.ones(rows, total, dtype=torch.bool).tril(total - rows)[None, None]
 

@@ -37,6 +37,21 @@ def test_it_goes_with_its_document(make_engine: MakeEngine, texts: list[str], tm
     assert engine.forget(["b"]).entries == 2
 
 
+def test_it_is_preferred_to_what_is_primed_with_a_sample(
+    make_engine: MakeEngine, texts: list[str], tmp_path: Path
+) -> None:
+    prompt = "\n\n".join([*texts, "where?"])
+    logits = []
+    for first in ("preceding", "sample"):
+        storage = tmp_path / first
+        make_engine(storage=storage, prime=first, prime_tokens=64).ingest(texts, doc_ids=["doc"] * 6, progress=False)
+        engine = make_engine(storage=storage, selector="none", **PRIMING)  # may use both
+        engine.ingest(texts, doc_ids=["doc"] * 6, progress=False)
+        logits.append(engine.prefill(prompt).logits)
+    assert engine.num_chunks > 6
+    torch.testing.assert_close(*logits)
+
+
 def test_the_same_text_behind_another_text_is_another_chunk(make_engine: MakeEngine, texts: list[str]) -> None:
     engine = make_engine(**PRIMING)
     a, b, c = texts[:3]

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import pytest
 import torch
@@ -8,14 +10,22 @@ from contracts.kv import token_ids
 
 from rag_blend.chunk import Context, LayerKV
 from rag_blend.models import adapter_for
-from rag_blend.prefiller import ChunkPrefiller, Prefilled
+from rag_blend.prefiller import ChunkPrefiller, Job, PrefillBehind, Prefilled, PrefillModel
+from rag_blend.transformers_prefill import TransformersPrefill
 
 CHUNKS = [token_ids(seed, length) for seed, length in ((1, 20), (2, 17), (3, 20))]
+PRECEDING = [token_ids(seed, 9) for seed in (20, 21, 22)]
 FIRST, SECOND, NOTHING = token_ids(10, 12), token_ids(11, 30), np.empty(0, dtype=np.int32)
 
 
 def prefill(*contexts: tuple[np.ndarray, float], chunks: list[np.ndarray] = CHUNKS) -> list[Prefilled]:
-    return ChunkPrefiller(adapter_for(random_model()), [Context(*context) for context in contexts]).prefill(chunks)
+    shared = tuple(Context(*context) for context in contexts)
+    return prefill_each([Job(chunk, shared) for chunk in chunks])
+
+
+def prefill_each(jobs: list[Job], model: PrefillModel | None = None) -> list[Prefilled]:
+    model = model or TransformersPrefill(adapter_for(random_model()))
+    return ChunkPrefiller(model, jobs).prefill(jobs)
 
 
 def assert_same(left: list[LayerKV], right: list[LayerKV]) -> None:
@@ -75,6 +85,62 @@ def test_values_of_one_context_are_those_of_the_model(context: np.ndarray) -> No
     model = random_model()
     ids = torch.from_numpy(np.concatenate([context, CHUNKS[0]])).long()[None]
     cache = model.base_model(input_ids=ids, use_cache=True).past_key_values
-    (chunk,) = ChunkPrefiller(adapter_for(model), [Context(context, 1.0)]).prefill(CHUNKS[:1])
+    (chunk,) = prefill_each([Job(CHUNKS[0], (Context(context, 1.0),))], TransformersPrefill(adapter_for(model)))
     for idx, layer in enumerate(chunk.layers):
         torch.testing.assert_close(layer.values, cache.layers[idx].values[0, :, len(context) :], atol=1e-5, rtol=1e-5)
+
+
+class Counting:
+    """A model that notes what it is asked for: how many chunks at once behind which context."""
+
+    def __init__(self) -> None:
+        self.begun: list[bytes] = []
+        self.batches: list[tuple[bytes, int]] = []
+        self._model = TransformersPrefill(adapter_for(random_model()))
+
+    def behind(self, context: np.ndarray) -> PrefillBehind:
+        self.begun.append(context.tobytes())
+        behind = self._model.behind(context)
+
+        def counted(chunks: Sequence[np.ndarray]) -> list[list[LayerKV]]:
+            self.batches.append((context.tobytes(), len(chunks)))
+            return behind(chunks)
+
+        return counted
+
+
+def test_chunks_of_one_batch_may_have_contexts_of_their_own() -> None:
+    jobs = [
+        Job(CHUNKS[0], (Context(FIRST, 0.7), Context(NOTHING, 0.3))),
+        Job(CHUNKS[1], (Context(SECOND, 0.6), Context(NOTHING, 0.4))),
+        Job(CHUNKS[2], (Context(FIRST, 1.0),)),
+    ]
+    model = Counting()
+    together = prefill_each(jobs, model)
+    assert model.batches == [(FIRST.tobytes(), 2), (NOTHING.tobytes(), 2), (SECOND.tobytes(), 1)]
+    for job, prefilled in zip(jobs, together, strict=True):
+        (alone,) = prefill_each([job])
+        assert_same(prefilled.layers, alone.layers)
+        assert (prefilled.staleness is None) == (alone.staleness is None)
+
+
+def test_a_context_that_is_shared_is_begun_once() -> None:
+    model = Counting()
+    jobs = [
+        Job(chunk, (Context(own, 0.5), Context(NOTHING, 0.5))) for chunk, own in zip(CHUNKS, PRECEDING, strict=True)
+    ]
+    prefiller = ChunkPrefiller(model, jobs)
+    for job in jobs:
+        prefiller.prefill([job])
+    assert sorted(model.begun) == sorted([NOTHING.tobytes(), *(own.tobytes() for own in PRECEDING)])
+
+
+def test_few_shared_contexts_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rag_blend.prefiller._MOST_KEPT", 1)
+    model = Counting()
+    third = PRECEDING[0]
+    jobs = [Job(CHUNKS[0], (Context(context, 1.0),)) for context in (FIRST, SECOND, third, FIRST, third, SECOND)]
+    prefiller = ChunkPrefiller(model, jobs)
+    for job in jobs:
+        prefiller.prefill([job])
+    assert model.begun == [context.tobytes() for context in (FIRST, SECOND, third, FIRST, SECOND)]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import os
+import re
 import sys
 from collections.abc import Callable
 from dataclasses import MISSING, fields
@@ -15,6 +16,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 import rag_blend.ray
 from rag_blend import BlendEngine, UnsupportedModelError
+from rag_blend.errors import install_hint
 from rag_blend.ray.place import shared_place
 from rag_blend.ray.source import Chunk, blocks_of, chunks_of
 from rag_blend.ray.worker import IngestWorker, WorkerSettings
@@ -104,7 +106,7 @@ def test_without_ray_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) ->
         monkeypatch.delattr(rag_blend.ray, name, raising=False)
         monkeypatch.delitem(sys.modules, f"rag_blend.ray.{name}", raising=False)
     monkeypatch.setitem(sys.modules, "pyarrow", None)
-    with pytest.raises(ModuleNotFoundError, match=r'pip install "rag-blend\[ray\]"'):
+    with pytest.raises(ModuleNotFoundError, match=re.escape(install_hint("ray"))):
         rag_blend.ray.ingest(TEXTS, model="model", storage="kv", workers=1)
 
 

@@ -2,7 +2,7 @@
 
     rag_blend.ray.ingest(chunks, model="path/or/hub-id", storage="s3://bucket/kv", workers=8, num_gpus=1)
 
-Needs ``rag-blend[ray]``, but only when it is used: this module itself imports neither Ray nor torch. docs/scaling.md
+Needs the extra ``ray``, but only when it is used: this module itself imports neither Ray nor torch. docs/scaling.md
 has the rest.
 """
 

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from rag_blend.errors import install_hint
 from rag_blend.ray.source import Chunk, Item, blocks_of, chunks_of
 
 try:
@@ -16,7 +17,7 @@ try:
     import ray.data
     from ray.data import Dataset
 except ModuleNotFoundError as missing:
-    raise ModuleNotFoundError(f'{missing}: pip install "rag-blend[ray]"', name=missing.name) from None
+    raise ModuleNotFoundError(f"{missing}; {install_hint('ray')}", name=missing.name) from None
 
 _TEXT, _DOCUMENT = "text", "doc_id"  # columns
 _READERS = {".jsonl": pyarrow.json.read_json, ".parquet": pyarrow.parquet.read_table}

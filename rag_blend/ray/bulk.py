@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from tqdm.auto import tqdm
 
+from rag_blend.errors import install_hint
 from rag_blend.ingest import IngestReport
 from rag_blend.ray.blocks import Blocks, blocks_from, chunks_in
 from rag_blend.ray.place import shared_place
@@ -29,7 +30,7 @@ try:
     from ray.data import ActorPoolStrategy
     from ray.exceptions import RayTaskError
 except ModuleNotFoundError as missing:
-    raise ModuleNotFoundError(f'{missing}: pip install "rag-blend[ray]"', name=missing.name) from None
+    raise ModuleNotFoundError(f"{missing}; {install_hint('ray')}", name=missing.name) from None
 
 if TYPE_CHECKING:
     from ray.data import Dataset

@@ -12,12 +12,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 from transformers import PreTrainedModel
 
-from rag_blend.catalog import ChunkCatalog
-from rag_blend.chunk import ChunkOrigin
 from rag_blend.codecs import Codec
 from rag_blend.errors import UnsupportedModelError
 from rag_blend.fingerprint import fingerprint_of, stored_dtype
@@ -31,6 +28,7 @@ from rag_blend.ray.source import Chunk
 from rag_blend.selftest import check_model
 from rag_blend.storage import open_storage
 from rag_blend.store import KVStore
+from rag_blend.transformers_prefill import TransformersPrefill
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,11 +87,10 @@ class IngestWorker:
         priming = (settings.prime, settings.prime_tokens, settings.prime_texts)
         self._primer = Primer(*priming, self._tokenizer, store)
         self._ingester = Ingester(
-            adapter,
+            TransformersPrefill(adapter),
             self._tokenizer,
             store,
             self._primer,
-            _NoCatalog(),
             threading.RLock(),
             context_window_of(model.config, self._tokenizer),
         )
@@ -128,20 +125,6 @@ def _checked_adapter(model: PreTrainedModel) -> ModelAdapter:
     except UnsupportedModelError as error:  # whose advice is about serving
         raise UnsupportedModelError(error.reason, servable=False) from error
     return adapter
-
-
-class _NoCatalog(ChunkCatalog):
-    """Learns of no chunk, for no prompt is answered here."""
-
-    def __init__(self) -> None:
-        super().__init__(_unknown, _unknown)
-
-    def add(self, key: str, origin: ChunkOrigin, token_ids: np.ndarray) -> None:
-        """Leave it."""
-
-
-def _unknown(key: str) -> np.ndarray:
-    raise KeyError(key)
 
 
 def _columns(chunks: Sequence[Chunk]) -> tuple[list[str], list[str]]:

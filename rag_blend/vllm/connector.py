@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 from vllm.config import VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
@@ -22,6 +23,7 @@ from rag_blend.vllm.options import Options
 from rag_blend.vllm.paged import PagedModel
 from rag_blend.vllm.planner import PromptPlanner
 from rag_blend.vllm.scheduler import BlendScheduler
+from rag_blend.vllm.scratch import ScratchPrefill
 from rag_blend.vllm.support import refuse_unsupported, refuse_unsupported_cache, require_worker
 
 if TYPE_CHECKING:
@@ -51,7 +53,9 @@ class BlendConnector(KVConnectorBase_V1):
         self._options = Options.of(vllm_config.kv_transfer_config.kv_connector_extra_config)
         self._kv_dtype = self._options.stored_dtype(vllm_config.model_config.dtype)
         self._scheduler = self._make_scheduler() if role is KVConnectorRole.SCHEDULER else None
+        self._num_blocks = kv_cache_config.num_blocks
         self._blender: Blender | None = None
+        self._scratch: ScratchPrefill | None = None
         self._lost: dict[str, LostChunks] = {}
 
     @property
@@ -65,19 +69,34 @@ class BlendConnector(KVConnectorBase_V1):
         """Meet the model; see `BlendWorker`."""
         model, config = self._vllm_config.model_config, self._vllm_config
         geometry = geometry_of(model.model, model.dtype, model.revision)
-        max_rows = self._options.max_rows or config.scheduler_config.max_num_batched_tokens
-        self._blender = Blender(
-            PagedModel(runner, config, geometry),
-            geometry,
-            open_storage(self._options.storage),
-            self._kv_dtype,
-            min(max_rows, config.scheduler_config.max_num_batched_tokens),
-        )
+        paged, most = PagedModel(runner, config, geometry), config.scheduler_config.max_num_batched_tokens
+        backend, max_rows = open_storage(self._options.storage), min(self._options.max_rows or most, most)
+        self._blender = Blender(paged, geometry, backend, self._kv_dtype, max_rows)
+        self._scratch = ScratchPrefill(paged, self._num_blocks, model.max_model_len, most)
+        self._heads = paged.heads
+
+    def forget_rows(self) -> None:
+        """What `prefill_rows` has computed may be gone from vLLM's cache."""
+        assert self._scratch is not None
+        self._scratch.forget()
+
+    def prefill_rows(self, token_ids: list[int], start: int) -> tuple[int, bytes]:
+        """Rows of a sequence that is no request; see `ScratchPrefill.rows`.
+
+        Returns:
+            The first of this rank's KV heads, and the rows.
+
+        Raises:
+            ValueError: The cache has no room for it.
+        """
+        assert self._scratch is not None
+        return self._heads.start, self._scratch.rows(np.asarray(token_ids, dtype=np.int32), start)
 
     def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
         """Blend; vLLM calls this behind the step's own forward."""
         metadata = self._get_connector_metadata()
-        assert isinstance(metadata, BlendMetadata) and self._blender is not None
+        assert isinstance(metadata, BlendMetadata) and self._blender is not None and self._scratch is not None
+        self._scratch.forget()  # this step's requests may have its blocks
         self._blender.add(metadata.jobs, metadata.fingerprint)
         self._blender.step()
 
@@ -87,7 +106,7 @@ class BlendConnector(KVConnectorBase_V1):
             self._blender.before_attention(extract_layer_index(layer_name))
 
     def save_kv_layer(self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any) -> None:
-        """Nothing is saved: chunks are ingested elsewhere."""
+        """Nothing is saved of requests; chunks are ingested by `prefill_rows`, or elsewhere."""
 
     def wait_for_save(self) -> None:
         """See `save_kv_layer`."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -55,6 +56,17 @@ class PagedModel:
         """Number of decoder layers."""
         return len(self._layers)
 
+    @property
+    def tokens_per_block(self) -> int:
+        """How many tokens one of vLLM's blocks holds."""
+        size: int = self._block_size * self._blocks_per_page
+        return size
+
+    @property
+    def heads(self) -> slice:
+        """Which of the model's KV heads this rank has."""
+        return self._heads
+
     def write(self, layer_idx: int, rows: LayerKV, block_ids: Sequence[int], positions: torch.Tensor) -> None:
         """Write rows of a prompt to a layer's cache.
 
@@ -77,6 +89,26 @@ class PagedModel:
         """
         requests = VirtualRequests.of(positions)
         self._run(token_ids, block_ids, requests)
+
+    def forward_and_keep(self, token_ids: np.ndarray, block_ids: Sequence[int], positions: Positions) -> list[LayerKV]:
+        """Like `forward`.
+
+        Returns:
+            The rows' keys (after RoPE) and values of all layers, (this rank's heads, num_rows, head_dim) each.
+        """
+        requests = VirtualRequests.of(positions)
+        kept: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+
+        def keep(layer_idx: int, _: torch.nn.Module, arguments: tuple[Any, ...]) -> None:
+            kept[layer_idx] = arguments[1], arguments[2]
+
+        with contextlib.ExitStack() as hooks:
+            for layer_idx, layer in self._layers.items():
+                handle = layer.register_forward_pre_hook(partial(keep, layer_idx))
+                hooks.callback(handle.remove)
+            self._run(token_ids, block_ids, requests)
+        ascending = torch.argsort(torch.from_numpy(requests.positions)).to(self._device)
+        return [self._in_heads(layer_idx, *kept[layer_idx], ascending) for layer_idx in range(self.num_layers)]
 
     def forward_to(
         self, layer_idx: int, token_ids: np.ndarray, block_ids: Sequence[int], positions: Positions
@@ -101,8 +133,13 @@ class PagedModel:
             raise RuntimeError(f"layer {layer_idx} was not called")
         run_order = torch.from_numpy(requests.positions)
         self._write(layer_idx, keys, values, self._slots(block_ids, run_order))
-        ascending = torch.argsort(run_order).to(self._device)
-        return LayerKV(*(side[ascending].transpose(0, 1) for side in (keys, values)))
+        return self._in_heads(layer_idx, keys, values, torch.argsort(run_order).to(self._device))
+
+    def _in_heads(self, layer_idx: int, keys: torch.Tensor, values: torch.Tensor, order: torch.Tensor) -> LayerKV:
+        """An attention layer's arguments, their rows in an order, (this rank's heads, num_rows, head_dim) each."""
+        layer = self._layers[layer_idx]
+        shape = (-1, layer.num_kv_heads, layer.head_size)
+        return LayerKV(*(side.view(shape)[order].transpose(0, 1) for side in (keys, values)))
 
     def _run(self, token_ids: np.ndarray, block_ids: Sequence[int], requests: VirtualRequests) -> None:
         positions = torch.from_numpy(requests.positions)
@@ -148,9 +185,9 @@ class PagedModel:
         )
 
     def _slots(self, block_ids: Sequence[int], positions: torch.Tensor) -> torch.Tensor:
-        page = self._block_size * self._blocks_per_page
-        pages = torch.tensor(block_ids, dtype=torch.int64)
-        slots = pages[positions // page] * page + positions % page
+        size = self.tokens_per_block
+        blocks = torch.tensor(block_ids, dtype=torch.int64)
+        slots = blocks[positions // size] * size + positions % size
         on_device: torch.Tensor = slots.to(self._device)
         return on_device
 

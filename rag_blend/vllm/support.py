@@ -12,6 +12,7 @@ from rag_blend.errors import UnsupportedModelError
 from rag_blend.info import rope_types_of
 
 WORKER = "rag_blend.vllm.worker.BlendWorker"
+CONNECTOR_MODULE = "rag_blend.vllm.connector"
 _ROPES = {"default", "linear", "llama3", "yarn"}  # with the others a key's angle depends on the prompt's length
 
 
@@ -40,6 +41,17 @@ def require_worker(config: VllmConfig) -> None:
     """
     if config.parallel_config.worker_cls != WORKER:
         raise ValueError(f"start vLLM with --worker-cls {WORKER}, its own workers show the model to no connector")
+
+
+def require_connector(config: VllmConfig) -> None:
+    """Check that there is a connector, which knows where chunks are.
+
+    Raises:
+        ValueError: vLLM was started with another one or none.
+    """
+    transfer = config.kv_transfer_config
+    if transfer is None or transfer.kv_connector_module_path != CONNECTOR_MODULE:
+        raise ValueError(f"start vLLM with a kv_transfer_config that names {CONNECTOR_MODULE}, see docs/vllm.md")
 
 
 def refuse_unsupported_cache(config: KVCacheConfig) -> None:

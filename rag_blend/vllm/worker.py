@@ -43,3 +43,12 @@ class BlendWorker(Worker):
         if not isinstance(connector, BlendConnector):
             raise ValueError(f"BlendWorker serves BlendConnector, not {type(connector).__name__}")
         connector.serve(self.model_runner)
+
+    def forget_rows(self) -> None:
+        """See `BlendConnector.forget_rows`; called by `collective_rpc`."""
+        get_kv_transfer_group().forget_rows()
+
+    def prefill_rows(self, token_ids: list[int], start: int) -> tuple[int, bytes]:
+        """See `BlendConnector.prefill_rows`; called by `collective_rpc`."""
+        rows: tuple[int, bytes] = get_kv_transfer_group().prefill_rows(token_ids, start)
+        return rows

@@ -16,7 +16,7 @@ from vllm_server import WORKER, transfer_config
 
 from rag_blend import UnsupportedModelError
 from rag_blend.vllm.checkpoint import geometry_of
-from rag_blend.vllm.support import refuse_unsupported, require_worker
+from rag_blend.vllm.support import refuse_unsupported, require_connector, require_worker
 
 pytestmark = pytest.mark.vllm
 
@@ -71,6 +71,13 @@ def test_failing_requests_instead_of_recomputing_is_refused(llama: Path) -> None
 def test_vllms_own_worker_is_refused(llama: Path) -> None:
     with pytest.raises(ValueError, match=r"--worker-cls rag_blend\.vllm\.worker\.BlendWorker"):
         require_worker(config_of(llama, worker_cls="auto"))
+
+
+@pytest.mark.parametrize("transfer", [None, {"kv_connector": "ExampleConnector", "kv_role": "kv_both"}])
+def test_ingestion_needs_the_connector(llama: Path, transfer: dict[str, Any] | None) -> None:
+    require_connector(config_of(llama))
+    with pytest.raises(ValueError, match=r"names rag_blend\.vllm\.connector"):
+        require_connector(config_of(llama, kv_transfer_config=transfer))
 
 
 def test_sliding_windows_are_refused(tmp_path: Path) -> None:

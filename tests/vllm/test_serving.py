@@ -5,100 +5,26 @@ vLLM has an environment of its own: `make test-vllm`.
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from itertools import count
 from pathlib import Path
-from typing import Any
 from unittest.mock import Mock
 
 import numpy as np
 import pytest
 import torch
-from conftest import random_model, random_text, small_tokenizer
+from conftest import random_text
 
 pytest.importorskip("vllm.config", reason="vLLM is not installed here: make test-vllm")
 
-for _name, _value in {
-    "HF_HUB_OFFLINE": "1",
-    "OMP_NUM_THREADS": "1",
-    "VLLM_CPU_KVCACHE_SPACE": "1",
-    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-    "VLLM_NO_USAGE_STATS": "1",
-}.items():
-    os.environ.setdefault(_name, _value)
+from vllm_server import CLOSE, HEAD, Server, fields_of, full, ids_of, prompt_of, refreshed
 
-from vllm_server import HEAD, SECRET, Server, fields_of, prompt_of  # noqa: E402
+from rag_blend import BlendEngine
 
-from rag_blend import BlendEngine  # noqa: E402
-
+pytest_plugins = ["serving_fixtures"]
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(300)]
-CLOSE = 1e-4
 APART = 1e-2  # what blending without recompute does to this model is more
 _fresh_seeds = count(100)
-
-
-@pytest.fixture(scope="session")
-def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("model")
-    random_model(hidden_size=128, num_hidden_layers=4).save_pretrained(path)
-    small_tokenizer().save_pretrained(path)
-    return path
-
-
-@pytest.fixture(scope="session")
-def storage(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("kv")
-
-
-@pytest.fixture(scope="session")
-def make_hf(model_dir: Path, storage: Path) -> Iterator[Callable[..., BlendEngine]]:
-    """Engines on the model and the store that vLLM has."""
-    engines = []
-
-    def make(**options: Any) -> BlendEngine:
-        options = {"prime": "none", "kv_dtype": torch.float32, "prefix_cache_bytes": 0, **options}
-        engines.append(BlendEngine.from_pretrained(model_dir, str(storage), recompute_ratio=None, **options))
-        return engines[-1]
-
-    yield make
-    for engine in engines:
-        engine.close()
-
-
-@pytest.fixture(scope="session")
-def hf(make_hf: Callable[..., BlendEngine]) -> BlendEngine:
-    engine = make_hf(reuse_when="possible")
-    engine.ingest([random_text(seed) for seed in range(8)], head=HEAD, progress=False)
-    return engine
-
-
-@pytest.fixture(scope="session")
-def server(model_dir: Path, storage: Path, hf: BlendEngine) -> Server:
-    os.environ["RAG_BLEND_SECRET"] = SECRET
-    return Server(model_dir, storage)
-
-
-@pytest.fixture
-def clean(server: Server) -> Server:
-    """The server, without anything in its prefix cache."""
-    server.forget_blocks()
-    return server
-
-
-@pytest.fixture(scope="session")
-def texts(hf: BlendEngine) -> list[str]:
-    """Ingested ones."""
-    return [random_text(seed) for seed in range(8)]
-
-
-def ids_of(hf: BlendEngine, prompt: str) -> list[int]:
-    return list(hf.tokenizer(prompt)["input_ids"])
-
-
-def full(hf: BlendEngine, ids: list[int]) -> torch.Tensor:
-    return hf.prefill(ids, reuse=False).logits
 
 
 def ingested(hf: BlendEngine) -> str:
@@ -116,15 +42,8 @@ def entry_of(storage: Path, hf: BlendEngine, text: str) -> Path:
     return file
 
 
-def refreshed(server: Server, ids: list[int]) -> None:
-    """Let the server notice what was ingested since; `refresh_s` is 0, and a look-up starts the search."""
-    server.ask_one(ids, fields_of())
-    server.scheduler.connector._scheduler._planner._scans.submit(int).result()
-    server.forget_blocks()
-
-
-def test_plain_requests_are_what_vllm_always_answers(clean: Server, hf: BlendEngine, texts: list[str]) -> None:
-    ids = ids_of(hf, prompt_of(texts[:3]))
+def test_plain_requests_are_what_vllm_always_answers(clean: Server, hf: BlendEngine, corpus: list[str]) -> None:
+    ids = ids_of(hf, prompt_of(corpus[:3]))
     answer = clean.ask_one(ids)
     assert answer.far_from(full(hf, ids)) < CLOSE
     assert answer.report is None and answer.cached == 0
@@ -132,9 +51,9 @@ def test_plain_requests_are_what_vllm_always_answers(clean: Server, hf: BlendEng
 
 @pytest.mark.parametrize(("selector", "ratio"), [("all", None), ("heads", 1.0), ("hkvd", 1.0)])
 def test_everything_recomputed_is_a_plain_prefill(
-    clean: Server, hf: BlendEngine, texts: list[str], selector: str, ratio: float | None
+    clean: Server, hf: BlendEngine, corpus: list[str], selector: str, ratio: float | None
 ) -> None:
-    ids = ids_of(hf, prompt_of([texts[3], texts[1]]))
+    ids = ids_of(hf, prompt_of([corpus[3], corpus[1]]))
     answer = clean.ask_one(ids, fields_of(selector, ratio), 24)
     assert answer.far_from(full(hf, ids)) < CLOSE
     assert answer.token_ids == clean.ask_one(ids, None, 24).token_ids
@@ -146,10 +65,10 @@ def test_everything_recomputed_is_a_plain_prefill(
     [("heads", None), ("heads", 0.3), ("none", None), ("random", 0.2), ("hkvd", None), ("hkvd", 0.4)],
 )
 def test_a_blend_is_the_hugging_face_engines(
-    clean: Server, hf: BlendEngine, texts: list[str], selector: str, ratio: float | None
+    clean: Server, hf: BlendEngine, corpus: list[str], selector: str, ratio: float | None
 ) -> None:
     """The same rows from the same store, the same selection, the exact mask."""
-    ids = ids_of(hf, prompt_of([texts[2], texts[0], texts[4]]))
+    ids = ids_of(hf, prompt_of([corpus[2], corpus[0], corpus[4]]))
     reference = hf.prefill(ids, selector=selector, recompute_ratio=ratio)
     answer = clean.ask_one(ids, fields_of(selector, ratio))
     assert answer.far_from(reference.logits) < CLOSE
@@ -159,31 +78,31 @@ def test_a_blend_is_the_hugging_face_engines(
     assert said["reused_tokens"] == stats.reused_tokens + stats.prefix_tokens
 
 
-def test_text_between_chunks_is_computed(clean: Server, hf: BlendEngine, texts: list[str]) -> None:
-    ids = ids_of(hf, prompt_of([texts[5], random_text(50, 30), texts[6], random_text(51, 40)]))
+def test_text_between_chunks_is_computed(clean: Server, hf: BlendEngine, corpus: list[str]) -> None:
+    ids = ids_of(hf, prompt_of([corpus[5], random_text(50, 30), corpus[6], random_text(51, 40)]))
     answer = clean.ask_one(ids, fields_of())
     assert answer.far_from(hf.prefill(ids, selector="heads").logits) < CLOSE
 
 
-def test_blended_blocks_never_serve_a_plain_request(clean: Server, hf: BlendEngine, texts: list[str]) -> None:
-    ids = ids_of(hf, prompt_of(texts[:3]))
+def test_blended_blocks_never_serve_a_plain_request(clean: Server, hf: BlendEngine, corpus: list[str]) -> None:
+    ids = ids_of(hf, prompt_of(corpus[:3]))
     assert clean.ask_one(ids, fields_of("none")).far_from(full(hf, ids)) > APART
     for fields in (None, {"cache_salt": "another"}, fields_of("all")):
         answer = clean.ask_one(ids, fields)
         assert answer.far_from(full(hf, ids)) < CLOSE
 
 
-def test_another_question_finds_the_blended_blocks(clean: Server, hf: BlendEngine, texts: list[str]) -> None:
-    first, second = (ids_of(hf, prompt_of(texts[:3], question)) for question in ("old new?", "red green blue?"))
+def test_another_question_finds_the_blended_blocks(clean: Server, hf: BlendEngine, corpus: list[str]) -> None:
+    first, second = (ids_of(hf, prompt_of(corpus[:3], question)) for question in ("old new?", "red green blue?"))
     clean.ask_one(first, fields_of())
     answer = clean.ask_one(second, fields_of())
     assert answer.report["rag_blend"]["reused_tokens"] < 40, "most was in vLLM's own cache"
     assert answer.far_from(hf.prefill(second, selector="heads").logits) < CLOSE
 
 
-def test_a_common_beginning_is_not_written_again(clean: Server, hf: BlendEngine, texts: list[str]) -> None:
+def test_a_common_beginning_is_not_written_again(clean: Server, hf: BlendEngine, corpus: list[str]) -> None:
     """The first chunk's blocks are shared, what follows differs."""
-    first, second = ids_of(hf, prompt_of([texts[0], texts[1]])), ids_of(hf, prompt_of([texts[0], texts[2]]))
+    first, second = ids_of(hf, prompt_of([corpus[0], corpus[1]])), ids_of(hf, prompt_of([corpus[0], corpus[2]]))
     clean.ask_one(first, fields_of())
     answers = clean.ask([(second, fields_of()), (first, fields_of())])
     for ids, answer in zip((second, first), answers, strict=True):
@@ -203,30 +122,30 @@ def test_a_common_beginning_is_not_written_again(clean: Server, hf: BlendEngine,
     ids=["no salt", "wrong salt", "another tenant's salt", "selector", "ratio", "tenant"],
 )
 def test_a_wrong_wish_is_served_without_blending(
-    clean: Server, hf: BlendEngine, texts: list[str], fields: dict
+    clean: Server, hf: BlendEngine, corpus: list[str], fields: dict
 ) -> None:
-    ids = ids_of(hf, prompt_of(texts[:3]))
+    ids = ids_of(hf, prompt_of(corpus[:3]))
     answer = clean.ask_one(ids, fields)
     assert answer.far_from(full(hf, ids)) < CLOSE
     assert answer.report is None
 
 
-def test_tenants_do_not_see_each_others_chunks(clean: Server, hf: BlendEngine, texts: list[str]) -> None:
-    ids = ids_of(hf, prompt_of(texts[:3]))
+def test_tenants_do_not_see_each_others_chunks(clean: Server, hf: BlendEngine, corpus: list[str]) -> None:
+    ids = ids_of(hf, prompt_of(corpus[:3]))
     answer = clean.ask_one(ids, fields_of(namespace="other"))
     assert answer.report == {"rag_blend": {"reused_tokens": 0, "recomputed_tokens": 0}}
     assert answer.far_from(full(hf, ids)) < CLOSE
 
 
 def test_concurrent_mixed_requests_are_answered_as_each_alone(
-    clean: Server, hf: BlendEngine, texts: list[str], monkeypatch: pytest.MonkeyPatch
+    clean: Server, hf: BlendEngine, corpus: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     preempt = Mock(wraps=clean.scheduler._preempt_request)
     monkeypatch.setattr(clean.scheduler, "_preempt_request", preempt)
     kinds = [None, fields_of(), fields_of("none"), fields_of("random", 0.2)]
     requests = []
     for number in range(16):
-        chosen = [texts[(number + step) % 8] for step in range(3)]
+        chosen = [corpus[(number + step) % 8] for step in range(3)]
         requests.append((ids_of(hf, prompt_of(chosen, f"question {number % 5}?")), kinds[number % 4]))
     alone = []
     for ids, fields in requests:
@@ -240,20 +159,20 @@ def test_concurrent_mixed_requests_are_answered_as_each_alone(
 
 
 def test_hkvd_requests_of_different_prompts_can_be_blended_together(
-    clean: Server, hf: BlendEngine, texts: list[str]
+    clean: Server, hf: BlendEngine, corpus: list[str]
 ) -> None:
     """In bursts that take turns with the other requests' tokens."""
     requests = [
-        (ids_of(hf, prompt_of([texts[number], texts[number + 1]])), fields_of("hkvd", 0.2)) for number in range(4)
+        (ids_of(hf, prompt_of([corpus[number], corpus[number + 1]])), fields_of("hkvd", 0.2)) for number in range(4)
     ]
     for (ids, _), answer in zip(requests, clean.ask(requests, 24), strict=True):
         assert answer.far_from(hf.prefill(ids, selector="hkvd", recompute_ratio=0.2).logits) < CLOSE
 
 
-def test_prompt_logprobs_are_computed_for_every_token(clean: Server, hf: BlendEngine, texts: list[str]) -> None:
+def test_prompt_logprobs_are_computed_for_every_token(clean: Server, hf: BlendEngine, corpus: list[str]) -> None:
     from vllm import SamplingParams
 
-    ids, fields = ids_of(hf, prompt_of(texts[:2])), fields_of("none")
+    ids, fields = ids_of(hf, prompt_of(corpus[:2])), fields_of("none")
     params = SamplingParams(
         max_tokens=1, prompt_logprobs=1, extra_args={"kv_transfer_params": fields["kv_transfer_params"]}
     )
@@ -262,8 +181,8 @@ def test_prompt_logprobs_are_computed_for_every_token(clean: Server, hf: BlendEn
     assert len(output.prompt_logprobs) == len(ids) and output.num_cached_tokens == 0
 
 
-def test_what_is_ingested_while_serving_is_found(server: Server, hf: BlendEngine, texts: list[str]) -> None:
-    ids = ids_of(hf, prompt_of([texts[7], ingested(hf)]))
+def test_what_is_ingested_while_serving_is_found(server: Server, hf: BlendEngine, corpus: list[str]) -> None:
+    ids = ids_of(hf, prompt_of([corpus[7], ingested(hf)]))
     refreshed(server, ids)
     answer = server.ask_one(ids, fields_of())
     assert answer.far_from(hf.prefill(ids, selector="heads").logits) < CLOSE
@@ -272,10 +191,10 @@ def test_what_is_ingested_while_serving_is_found(server: Server, hf: BlendEngine
 
 @pytest.mark.parametrize("damage", ["gone", "cut", "last layer"])
 def test_damaged_entries_are_recomputed(
-    server: Server, hf: BlendEngine, texts: list[str], storage: Path, damage: str
+    server: Server, hf: BlendEngine, corpus: list[str], storage: Path, damage: str
 ) -> None:
     text = ingested(hf)
-    ids = ids_of(hf, prompt_of([texts[0], text, texts[1]]))
+    ids = ids_of(hf, prompt_of([corpus[0], text, corpus[1]]))
     refreshed(server, ids)
     file = entry_of(storage, hf, text)
     if damage == "gone":
@@ -292,12 +211,12 @@ def test_damaged_entries_are_recomputed(
 
 
 def test_a_store_that_does_not_answer_costs_a_recompute_and_is_used_again_later(
-    clean: Server, hf: BlendEngine, texts: list[str], monkeypatch: pytest.MonkeyPatch
+    clean: Server, hf: BlendEngine, corpus: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The workers' store alone: what the scheduler's half has promised cannot be read."""
     from vllm.distributed.kv_transfer import get_kv_transfer_group
 
-    ids = ids_of(hf, prompt_of([texts[6], texts[3]]))
+    ids = ids_of(hf, prompt_of([corpus[6], corpus[3]]))
     with monkeypatch.context() as broken:
         broken.setattr(get_kv_transfer_group()._blender._backend, "open", Mock(side_effect=OSError("planted")))
         answer = clean.ask_one(ids, fields_of("none"))

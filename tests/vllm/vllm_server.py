@@ -2,20 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
+import pytest
 import torch
 
+from rag_blend import BlendEngine
+from rag_blend.chunk import LayerKV
+from rag_blend.codecs.raw import RawCodec
+from rag_blend.entry import EntryHeader, read_header, read_layer
+from rag_blend.storage.disk import DiskBackend
 from rag_blend.vllm import request_fields
 
 SECRET = "a secret of the tests"
 HEAD = "the mountain carries many old bridges between the town and the river, winter market glass\n\n"
+CLOSE = 1e-4
 WORKER = "rag_blend.vllm.worker.BlendWorker"
 
 
-def transfer_config(storage: Path, **options: Any) -> dict[str, Any]:
+def transfer_config(storage: Path | str, **options: Any) -> dict[str, Any]:
     return {
         "kv_connector": "BlendConnector",
         "kv_connector_module_path": "rag_blend.vllm.connector",
@@ -46,9 +55,16 @@ class Answer(NamedTuple):
 
 
 class Server:
-    """Small enough that prefills come in chunks, blends in bursts, and 16 prompts do not fit."""
+    """Small enough that prefills come in chunks, blends in bursts, and 16 prompts do not fit.
 
-    def __init__(self, model: Path, storage: Path) -> None:
+    Args:
+        model: Directory of the model.
+        storage: Directory or URL of the caches.
+        ranks: Over how many processes the model is divided.
+        **options: More of the connector's.
+    """
+
+    def __init__(self, model: Path, storage: Path | str, ranks: int = 1, **options: Any) -> None:
         from vllm import LLM
 
         self.llm = LLM(
@@ -60,8 +76,9 @@ class Server:
             max_num_batched_tokens=96,
             max_num_seqs=16,
             num_gpu_blocks_override=64,
+            tensor_parallel_size=ranks,
             worker_cls=WORKER,
-            kv_transfer_config=transfer_config(storage, namespaces=["default", "other"], max_rows=40),
+            kv_transfer_config=transfer_config(storage, namespaces=["default", "other"], max_rows=40, **options),
         )
 
     @property
@@ -96,6 +113,65 @@ class Server:
     def forget_blocks(self) -> None:
         assert self.llm.reset_prefix_cache()
 
+    def close(self) -> None:
+        """End the processes of an engine that has its own."""
+        self.llm.llm_engine.engine_core.shutdown()
+
+
+@contextmanager
+def server_apart(model_dir: Path, storage: Path | str, **options: Any) -> Iterator[Server]:
+    """A server whose scheduler and workers run in processes of their own, as in production."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("RAG_BLEND_SECRET", SECRET)
+        patch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "1")
+        patch.setenv("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
+        server = Server(model_dir, storage, **options)
+        try:
+            yield server
+        finally:
+            server.close()
+
 
 def fields_of(selector: str = "heads", ratio: float | None = None, namespace: str = "default") -> dict[str, Any]:
     return request_fields(namespace, selector, ratio, SECRET)
+
+
+def ids_of(hf: BlendEngine, prompt: str) -> list[int]:
+    return list(hf.tokenizer(prompt)["input_ids"])
+
+
+def full(hf: BlendEngine, ids: list[int]) -> torch.Tensor:
+    return hf.prefill(ids, reuse=False).logits
+
+
+def refreshed(server: Server, ids: list[int]) -> None:
+    """Let the server notice what was ingested since; `refresh_s` is 0, and a look-up starts the search."""
+    server.ask_one(ids, fields_of())
+    server.scheduler.connector._scheduler._planner._scans.submit(int).result()
+    server.forget_blocks()
+
+
+def keys_in(directory: Path) -> set[str]:
+    return set(DiskBackend(directory).keys())
+
+
+def assert_stores_alike(left: Path, right: Path, tolerance: float) -> None:
+    """Two directories hold the same chunks and heads, computed by the same model."""
+    keys = keys_in(left)
+    assert keys == keys_in(right) and keys
+    assert set(DiskBackend(left).records()) == set(DiskBackend(right).records())
+    for key in keys:
+        (one, layers), (other, references) = (_entry(directory, key) for directory in (left, right))
+        assert (one.origin, one.shape, one.dtype) == (other.origin, other.shape, other.dtype)
+        assert (one.staleness is None) == (other.staleness is None)
+        if one.staleness is not None:
+            np.testing.assert_allclose(one.staleness, other.staleness, rtol=0.01, atol=1e-4)
+        for layer, reference in zip(layers, references, strict=True):
+            torch.testing.assert_close(layer.keys, reference.keys, atol=tolerance, rtol=tolerance)
+            torch.testing.assert_close(layer.values, reference.values, atol=tolerance, rtol=tolerance)
+
+
+def _entry(directory: Path, key: str) -> tuple[EntryHeader, list[LayerKV]]:
+    with DiskBackend(directory).open(key) as reader:
+        header = read_header(reader, key, RawCodec())
+        return header, [read_layer(reader, header, layer_idx) for layer_idx in range(len(header.offsets))]
