@@ -28,7 +28,11 @@ _DATED_HEAD = (
 )
 
 # LangChain's standard parameters that mean something for a remote service only.
-_MEANINGLESS = ("api_key", "base_url", "max_retries")
+_MEANINGLESS = ("api_key", "max_retries")
+_NO_CLIENT = (
+    "base_url is an argument of ChatBlend only; derive from langchain_rag_blend.server.ChatBlendServer, or complete "
+    "with langchain_openai.OpenAI(..., extra_body=rag_blend.vllm.request_fields())"
+)
 
 
 class BlendModel(BaseModel):
@@ -75,6 +79,8 @@ class BlendModel(BaseModel):
         if not isinstance(values, Mapping):
             return values
         given = {name: value for name, value in values.items() if name not in _MEANINGLESS}
+        if given.pop("base_url", None) is not None:
+            raise ValueError(_NO_CLIENT)
         for name in ("model", "storage"):
             if isinstance(given.get(name), os.PathLike):
                 given[name] = os.fspath(given[name])

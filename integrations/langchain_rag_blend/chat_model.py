@@ -18,6 +18,7 @@ from langchain_core.tools import BaseTool
 from langchain_core.utils.function_calling import convert_to_openai_tool
 from pydantic import BaseModel, ConfigDict, Field
 from rag_blend_frameworks.prompts import Prompt
+from rag_blend_frameworks.server_class import server_class
 from rag_blend_frameworks.threads import call_in_thread, iterate_in_thread
 
 from langchain_rag_blend.base import BlendModel
@@ -66,6 +67,12 @@ class ChatBlend(BlendModel, BaseChatModel):
     chat_template_kwargs: dict[str, Any] = Field(
         default_factory=dict, description="More variables for the chat template, e.g. enable_thinking."
     )
+
+    def __new__(cls, *args: Any, **config: Any) -> Any:
+        """Make a model, or with `base_url` a client of a vLLM server: a `ChatBlendServer`."""
+        if config.get("base_url") is None or cls is not ChatBlend:
+            return super().__new__(cls)
+        return server_class("langchain_rag_blend.server", "ChatBlendServer")(*args, **config)
 
     @property
     def _llm_type(self) -> str:

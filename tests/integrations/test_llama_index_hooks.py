@@ -388,7 +388,7 @@ def test_the_event_tells_what_was_reused_and_why_not_more(llm, recorder):
 
 
 def test_a_model_that_cannot_blend_says_so(model_dir, recorder, monkeypatch):
-    monkeypatch.setattr("rag_blend.engine.adapter_for", lambda model: (_ for _ in ()).throw(unsupported()))
+    monkeypatch.setattr("rag_blend.engine.adapter_for", lambda model, windows: (_ for _ in ()).throw(unsupported()))
     with BlendEngine.from_pretrained(model_dir, storage=None, on_unsupported="full") as engine:
         BlendLLM(engine=engine, max_new_tokens=2).complete("p")
     assert "full prefill" in recorder.events[-1].note

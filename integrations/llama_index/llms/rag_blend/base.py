@@ -40,6 +40,7 @@ from llama_index.llms.rag_blend.rehearsal import front_of, is_rehearsed
 from llama_index.llms.rag_blend.reporting import report
 from llama_index.llms.rag_blend.vector_store import attach_index
 from rag_blend_frameworks.prompts import Prompt, says_today
+from rag_blend_frameworks.server_class import server_class
 from rag_blend_frameworks.threads import call_in_thread, iterate_in_thread
 
 from rag_blend import BlendEngine, IngestReport
@@ -108,11 +109,18 @@ class BlendLLM(CustomLLM):
     _handle: EngineHandle = PrivateAttr()
     _reserves: dict[tuple[str, str], int] = PrivateAttr(default_factory=dict)
 
+    def __new__(cls, *args: object, base_url: str | None = None, **config: object) -> Any:
+        """Make an LLM, or with `base_url` a client of a vLLM server: a `BlendServerLLM`."""
+        if base_url is None or cls is not BlendLLM:
+            return super().__new__(cls)
+        return server_class("llama_index.llms.rag_blend.server", "BlendServerLLM")(*args, base_url=base_url, **config)
+
     def __init__(
         self,
         model: str | os.PathLike[str] | None = None,
         *,
         engine: BlendEngine | None = None,
+        base_url: str | None = None,
         storage: str | os.PathLike[str] = "kv/",
         **config: object,
     ) -> None:
@@ -121,10 +129,14 @@ class BlendLLM(CustomLLM):
         Args:
             model: Folder or hub id of the model. Give this or `engine`.
             engine: A ready engine to use; it stays the caller's to close.
+            base_url: Of a vLLM server that has the model and the chunks: it answers instead of an engine here, and
+                the other arguments are those of `llama_index.llms.rag_blend.server.BlendServerLLM`.
             storage: Folder or URL for the KV caches (with `model` only).
             **config: The other attributes of this class and of LlamaIndex's `LLM` (`system_prompt`,
                 `callback_manager`, `messages_to_prompt`, ...).
         """
+        if base_url is not None:
+            raise TypeError("for a client of a server derive from llama_index.llms.rag_blend.server.BlendServerLLM")
         if engine is not None and model is not None:
             raise ValueError("give BlendLLM either a model or an engine, not both")
         name = None if model is None else os.fspath(model)

@@ -49,14 +49,17 @@ def explain(stats: GenerationStats, foreign_head: bool, full_prefill: bool) -> s
     if full_prefill and stats.mode == "full":
         return "this engine answers by full prefill: the model cannot be blended, or calibration says so"
     clauses = []
-    if stats.misses and foreign_head:
+    elsewhere = stats.misses_elsewhere
+    if elsewhere and foreign_head:
         clauses.append(
-            f"{stats.misses} cached chunks lie in the prompt, but it begins with another text than the one they were "
+            f"{elsewhere} cached chunks lie in the prompt, but it begins with another text than the one they were "
             "cached behind (template, system prompt, refine step, chat engine)"
         )
-    elif stats.misses:
-        clauses.append(f"{stats.misses} cached chunks lie in the prompt, but were lost or stand behind another head")
-    elif stats.mode == "full" and not stats.declined:
+    elif elsewhere:
+        clauses.append(f"{elsewhere} cached chunks lie in the prompt, but were cached behind another head")
+    if lost := stats.misses - elsewhere:
+        clauses.append(f"{lost} cached chunks lie in the prompt, but are lost or damaged: ingest again")
+    if stats.mode == "full" and not stats.misses and not stats.declined:
         clauses.append("no cached chunk and no earlier prompt was found in the prompt")
     if stats.declined:
         clauses.append(f"{stats.declined} cached chunks were left alone, since computing them takes no longer")

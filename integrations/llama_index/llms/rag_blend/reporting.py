@@ -58,7 +58,7 @@ def report(
 
 def _note(llm: "BlendLLM", prompt: Prompt, stats: GenerationStats) -> str:
     heads = llm.handle.heads
-    foreign = bool(stats.misses) and not heads.begin(token_ids(llm.engine.tokenizer, prompt))
+    foreign = bool(stats.misses_elsewhere) and not heads.begin(token_ids(llm.engine.tokenizer, prompt))
     if foreign and not stats.hits and heads.tell_once():
-        logger.warning(_FOREIGN, stats.misses)
+        logger.warning(_FOREIGN, stats.misses_elsewhere)
     return explain(stats, foreign, llm.engine.policy.full_prefill)
