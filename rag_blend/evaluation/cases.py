@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import zip_longest
 from pathlib import Path
@@ -22,11 +22,15 @@ class Passage:
         text: The text.
         title: Its title; "" for none.
         supporting: Whether it holds (part of) the answer.
+        document: What it is a part of, as it is ingested with; "" for nothing.
+        place: Where it stands among the document's passages; of equal places, those that come first stand first.
     """
 
     text: str
     title: str = ""
     supporting: bool = False
+    document: str = ""
+    place: int = 0
 
     @property
     def prompt_text(self) -> str:
@@ -67,12 +71,13 @@ def load_cases(
 ) -> list[Case]:
     """Read cases from a JSON lines file whose rows are all of one of two formats.
 
-    1. One question a row: ``{"id"?, "question", "answers": [..], "passages": [{"title"?, "text", "supporting"?}]}``.
-       No answers means that the passages hold none.
-    2. One article a row: ``{"title"?, "paragraphs": [{"text", "qas": [{"question", "answers": [..]}]}]}``. Each
-       question becomes a case over its own paragraph (supporting), the other paragraphs of its article, and paragraphs
-       of the articles that follow (after the last one comes the first). Cases are taken in turn from all articles, and
-       within an article from all its paragraphs, so that few cases already cover the corpus.
+    1. One question a row: ``{"id"?, "question", "answers": [..], "passages": [{"title"?, "text", "supporting"?,
+       "document"?}]}``. No answers means that the passages hold none. Passages that name the same document stand in it
+       in the order in which they appear.
+    2. One article a row: ``{"title"?, "paragraphs": [{"text", "qas": [{"question", "answers": [..]}]}]}``. It is a
+       document, and each question becomes a case over its own paragraph (supporting), the other paragraphs of its
+       article, and paragraphs of the articles that follow (after the last one comes the first). Cases are taken in turn
+       from all articles, and within an article from all its paragraphs, so that few cases already cover the corpus.
 
     Args:
         path: The file, UTF-8.
@@ -102,6 +107,14 @@ def load_cases(
     if seed:
         random.Random(seed).shuffle(cases)
     return [replace(case, passages=kept(case.passages, num_passages)) for case in cases[:limit]]
+
+
+def ingestible(cases: Iterable[Case]) -> dict[str, str]:
+    """All passages as they are ingested, each once, and the document of each; in the documents' own order."""
+    documents: dict[str, str] = {}
+    for passage in sorted((passage for case in cases for passage in case.passages), key=lambda passage: passage.place):
+        documents.setdefault(passage.prompt_text, passage.document)
+    return documents
 
 
 def shuffled(case: Case, seed: int) -> Case:
@@ -184,7 +197,8 @@ def _case(row: _Row) -> Case:
         supporting = passage.get("supporting", False)
         if not isinstance(supporting, bool):
             raise ValueError(f"{row.place}: 'supporting' must be true or false")
-        passages.append(Passage(row.text(passage, "text"), row.text(passage, "title", ""), supporting))
+        title, document = row.text(passage, "title", ""), row.text(passage, "document", "")
+        passages.append(Passage(row.text(passage, "text"), title, supporting, document))
     answers = row.answers(row.fields)
     return Case(
         id=row.text(row.fields, "id", str(row.line)),
@@ -212,7 +226,11 @@ def _corpus_cases(rows: Sequence[_Row], num_passages: int) -> list[Case]:
 
 def _article(row: _Row) -> list[Passage]:
     title = row.text(row.fields, "title", "").replace("_", " ")
-    return [Passage(row.text(p, "text"), title) for p in row.records(row.fields, "paragraphs")]
+    document = f"{row.path.stem}:{row.line}"
+    return [
+        Passage(row.text(paragraph, "text"), title, document=document, place=place)
+        for place, paragraph in enumerate(row.records(row.fields, "paragraphs"))
+    ]
 
 
 def _around(paragraphs: Sequence[Passage], own: int, following: Sequence[Passage], count: int) -> tuple[Passage, ...]:

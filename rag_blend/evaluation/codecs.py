@@ -25,7 +25,7 @@ from rag_blend.engine import BlendEngine
 from rag_blend.entry import EntryHeader, encode_entry, read_header, read_layer
 from rag_blend.evaluation import prompts
 from rag_blend.evaluation.bootstrap import mean_interval
-from rag_blend.evaluation.cases import Case
+from rag_blend.evaluation.cases import Case, ingestible
 from rag_blend.evaluation.codec_report import CodecReport, CodecResult
 from rag_blend.evaluation.environment import environment_of
 from rag_blend.evaluation.policies import Policy
@@ -130,8 +130,9 @@ class _Answer:
 def _ingest(engine: BlendEngine, cases: Sequence[Case], max_new_tokens: int, progress: bool) -> None:
     for case in cases:
         require_fit(engine, case, len(prompts.case_ids(engine.tokenizer, case)), max_new_tokens)
-    texts = list(dict.fromkeys(passage.prompt_text for case in cases for passage in case.passages))
-    if not engine.ingest(texts, head=prompts.head_ids(engine.tokenizer), progress=progress).chunks:
+    passages = ingestible(cases)
+    head, documents = prompts.head_ids(engine.tokenizer), list(passages.values())
+    if not engine.ingest(list(passages), head, documents, progress).chunks:
         raise ValueError(_NOTHING)
 
 

@@ -34,7 +34,7 @@ def chunks_of(directory: str | os.PathLike[str], max_words: int = CHUNK_WORDS) -
         try:
             chunks += _cut(path.read_text("utf-8"), max_words)
         except UnicodeDecodeError as error:
-            raise ValueError(f"{path}: not UTF-8: {error}") from error
+            raise ValueError(f"{path} is not UTF-8 ({error}): save it as UTF-8, or move it elsewhere") from error
     if not chunks:
         raise ValueError(f"{root}: no text in {' or '.join(_ENDINGS)} files")
     return chunks

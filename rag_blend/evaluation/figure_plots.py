@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from rag_blend.errors import install_hint
+
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
@@ -89,7 +91,7 @@ def require_matplotlib() -> None:
     try:
         import matplotlib.backends.backend_agg  # noqa: F401
     except ModuleNotFoundError as error:
-        raise ModuleNotFoundError("figures need matplotlib: pip install 'rag-blend[bench]'") from error
+        raise ModuleNotFoundError(f"figures need matplotlib; {install_hint('bench')}") from error
 
 
 def plot_attention(lines: Sequence[AttentionLine], title: str, path: Path) -> list[Path]:

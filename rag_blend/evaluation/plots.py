@@ -30,7 +30,7 @@ def draw_plots(report: QualityReport, directory: str | os.PathLike[str]) -> list
         directory: Where to.
 
     Raises:
-        ImportError: matplotlib is not installed (``pip install "rag-blend[bench]"``).
+        ImportError: matplotlib is not installed (``pip install -e ".[bench]"``).
         OSError: The files cannot be written.
     """
     Path(directory).mkdir(parents=True, exist_ok=True)

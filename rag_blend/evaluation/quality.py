@@ -17,7 +17,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from rag_blend.chunk import digest_json
 from rag_blend.engine import BlendEngine, Storage
 from rag_blend.evaluation import prompts
-from rag_blend.evaluation.cases import Case
+from rag_blend.evaluation.cases import Case, ingestible
 from rag_blend.evaluation.environment import environment_of
 from rag_blend.evaluation.journal import Journal, configuration_of
 from rag_blend.evaluation.policies import Policy
@@ -85,7 +85,7 @@ class QualityBench:
                     model,
                     tokenizer,
                     backend,
-                    **{"reuse_when": "possible", **policy.engine_arguments},
+                    **{"reuse_when": "possible", "on_unsupported": "measured", **policy.engine_arguments},
                     prefix_cache_bytes=0,
                 )
                 for group, policy in groups.items()
@@ -118,10 +118,10 @@ class QualityBench:
         plain = next(iter(self._engines.values()))
         for case in cases:
             require_fit(plain, case, len(prompts.case_ids(self._tokenizer, case)), self._room(case))
-        texts = list(dict.fromkeys(passage.prompt_text for case in cases for passage in case.passages))
+        documents = ingestible(cases)
         head = prompts.head_ids(self._tokenizer)
         for engine in self._engines.values():
-            engine.ingest(texts, head=head, progress=progress)
+            engine.ingest(list(documents), head=head, doc_ids=list(documents.values()), progress=progress)
 
     def run(self, cases: Sequence[Case], progress: bool = True) -> QualityReport:
         """Measure the cases; `prepare` them first, or there is nothing to reuse.

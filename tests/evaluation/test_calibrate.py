@@ -39,6 +39,12 @@ NONE, RANDOM, MOST, ALL = (
 Calibrate = Callable[..., Calibration]
 
 
+@pytest.fixture(autouse=True)
+def _blends_are_faster(ttfts: Callable[[float, float], None]) -> None:
+    """Such small models compute prompts faster than they blend."""
+    ttfts(1.0, 0.5)
+
+
 @pytest.fixture
 def run(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, cases: list[Case]) -> Calibrate:
     def calibrated(storage: Any = None, **options: Any) -> Calibration:
@@ -76,6 +82,16 @@ class TestChoice:
     def test_recomputing_everything_is_as_good_as_full_prefill(self, run: Calibrate) -> None:
         found = run(target_kl=1e-5, target_agreement=1.0)
         assert found.verdict.passed and found.verdict.selector == "all" and found.verdict.recompute_ratio == 1.0
+
+    @pytest.mark.parametrize(("blend_s", "passed"), [(0.8, True), (1.0, False), (1.25, False)])
+    def test_what_is_no_faster_than_full_prefill_does_not_pass(
+        self, blend_s: float, passed: bool, run: Calibrate, ttfts: Callable[[float, float], None]
+    ) -> None:
+        ttfts(1.0, blend_s)
+        found = run(target_kl=100.0, target_agreement=0.0, candidates=(NONE, RANDOM))
+        assert found.verdict.passed == passed
+        assert found.verdict.gain == pytest.approx(1 / blend_s)
+        assert [result.passed for result in found.results] == ([True] if passed else [False, False])
 
     def test_nothing_passes(self, run: Calibrate) -> None:
         found = run(target_kl=1e-9, target_agreement=1.0, candidates=(RANDOM, NONE))
@@ -271,7 +287,7 @@ class TestOwnChunks:
         with pytest.raises(ValueError, match=r"no text in \.txt or \.md files"):
             chunks_of(tmp_path)
         (tmp_path / "a.txt").write_bytes(b"\xff")
-        with pytest.raises(ValueError, match="not UTF-8"):
+        with pytest.raises(ValueError, match=r"a\.txt is not UTF-8 .*save it as UTF-8"):
             chunks_of(tmp_path)
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from rag_blend.evaluation import Case, Passage, load_cases, shuffled
+from rag_blend.evaluation.cases import ingestible
 
 DATA = Path(__file__).parents[3] / "shared" / "data"
 
@@ -58,6 +59,12 @@ class TestQuestions:
         assert Passage("The text.", "The title").prompt_text == "The title\nThe text."
         assert Passage("The text.").prompt_text == "The text."
 
+    def test_passages_may_be_parts_of_a_document(self, tmp_path: Path) -> None:
+        passages = [{"text": "one", "document": "d"}, {"text": "two"}, {"text": "three", "document": "d"}]
+        row = {"question": "q?", "answers": [], "passages": passages}
+        cases = load_cases(write(tmp_path / "some.jsonl", row, row))
+        assert ingestible(cases) == {"one": "d", "two": "", "three": "d"}
+
     def test_few_passages_keep_the_supporting_one_and_the_order(self, tmp_path: Path) -> None:
         path = write(tmp_path / "some.jsonl", question(1, supporting=3))
         assert texts(load_cases(path, num_passages=2)[0]) == ["text 1.0", "text 1.3"]
@@ -80,6 +87,10 @@ class TestCorpus:
         assert [passage.supporting for passage in cases["B.1.0?"].passages] == [False, True, False, False, False]
         assert texts(cases["C_c.0.0?"])[2:] == ["A paragraph 0", "A paragraph 1", "B paragraph 0"]
         assert cases["C_c.0.0?"].passages[0].title == "C c"
+        ordered = [text for text, document in ingestible(reversed(cases.values())).items() if document == "c:2"]
+        assert ordered == [f"B\nB paragraph {i}" for i in range(3)]
+        documents = [passage.document for passage in cases["C_c.0.0?"].passages]
+        assert documents == ["c:3", "c:3", "c:1", "c:1", "c:2"]
 
     def test_a_long_article_keeps_the_question_own_paragraph(self, tmp_path: Path) -> None:
         path = write(tmp_path / "c.jsonl", article("A", 6, 1))

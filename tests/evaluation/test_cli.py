@@ -91,7 +91,7 @@ def test_figures_without_matplotlib(
 ) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib.backends.backend_agg", None)
     result = run("figures", "--model", model_dir, "--data", data_file, "--out", tmp_path)
-    assert result.exit_code == 2 and "pip install" in result.stderr and "rag-blend[bench]" in result.stderr
+    assert result.exit_code == 2 and "pip install" in result.stderr and '".[bench]"' in result.stderr
 
 
 def test_reports_are_written_without_matplotlib(
@@ -99,7 +99,7 @@ def test_reports_are_written_without_matplotlib(
 ) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     result = quality(model_dir, data_file, tmp_path, "--limit", 1, "--policy", "reuse", "--json")
-    assert result.exit_code == 0 and 'pip install "rag-blend[bench]"' in result.stderr
+    assert result.exit_code == 0 and 'pip install -e ".[bench]"' in result.stderr
     assert (tmp_path / "quality.md").exists() and not list(tmp_path.glob("*.png"))
 
 

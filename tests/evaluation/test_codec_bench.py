@@ -177,7 +177,7 @@ def without_zstandard(monkeypatch: pytest.MonkeyPatch) -> Any:
 @pytest.mark.usefixtures("without_zstandard")
 def test_a_missing_library(model_dir: Path, data_file: Path, tmp_path: Path) -> None:
     asked = bench(model_dir, data_file, tmp_path, "--codec", "zstd")
-    assert asked.exit_code == 2 and 'pip install "rag-blend[zstd]"' in asked.stderr
+    assert asked.exit_code == 2 and 'pip install -e ".[zstd]"' in asked.stderr
     result = bench(model_dir, data_file, tmp_path, "--json")
     assert result.exit_code == 0 and "without zstd" in result.stderr
     assert {one["codec"] for one in json.loads(result.stdout)["codecs"]} == set(codec_names()) - {"zstd"}

@@ -262,5 +262,5 @@ def test_without_matplotlib_the_message_says_what_to_install(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib.backends.backend_agg", None)
-    with pytest.raises(ModuleNotFoundError, match=r"pip install 'rag-blend\[bench\]'"):
+    with pytest.raises(ModuleNotFoundError, match=r'pip install -e "\.\[bench\]"'):
         draw_figures(model, tokenizer, [case_of(1)], tmp_path)

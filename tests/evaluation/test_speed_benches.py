@@ -210,9 +210,8 @@ class TestCommands:
     def test_json_reports_and_plots(
         self, command: str, options: tuple[object, ...], model_dir: Path, data_file: Path, tmp_path: Path
     ) -> None:
-        result = self.run(
-            command, "--model", model_dir, "--data", data_file, "--rounds", 1, "--out", "out", "--json", *options
-        )
+        common = ("--rounds", 1, "--out", "out", "--json", "--device", "cpu", "--dtype", "float32")
+        result = self.run(command, "--model", model_dir, "--data", data_file, *common, *options)
         assert result.exit_code == 0, result.output
         data = json.loads(result.stdout)
         assert data["bench"] == command and data["settings"]["texts"] == "toy" and data["rows"]
@@ -220,6 +219,15 @@ class TestCommands:
         names = {path.name for path in (tmp_path / "out").iterdir() if path.is_file()}
         assert names == {f"{command}.json", f"{command}.md", f"{command}.png"}
         assert json.loads((tmp_path / "out" / f"{command}.json").read_text("utf-8")) == data
+
+    @pytest.mark.parametrize("command", ["ttft", "pipeline", "control", "throughput", "ingest"])
+    def test_a_gpu_that_is_not_there_is_told(
+        self, command: str, model_dir: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+        result = self.run(command, "--model", model_dir, "--device", "cuda", "--dtype", "bfloat16")
+        assert result.exit_code == 2 and "finds no CUDA device here: use --device cpu" in result.stderr
+        assert result.stderr.count("\n") == 1
 
     def test_match_needs_no_model_and_shows_a_table(self, tmp_path: Path) -> None:
         result = self.run("match", "--chunks", "20", "--chunk-tokens", 64, "--prompt-tokens", 300, "--rounds", 2)
@@ -232,6 +240,7 @@ class TestCommands:
             (("match", "--chunks", "many"), "--chunks takes positive numbers separated by commas"),
             (("match", "--chunks", "0"), "--chunks takes positive numbers"),
             (("ttft", "--model", "absent"), "there is no model directory 'absent'"),
+            (("ttft", "--model", "absent", "--device", "abacus"), "unknown device 'abacus'; known: cpu, cuda"),
             (("pipeline", "--model", "absent", "--policy", "nonsense"), "policy 'nonsense' is not of the form"),
         ],
     )

@@ -92,8 +92,8 @@ class TestWhatIsCounted:
         assert [row["cases"] for row in in_short] == [6, 6, 6, 18]
 
     def test_what_became_of_the_chunks(self, run: Run) -> None:
-        for row in run.cases().values():
-            assert row["modes"] == {"blend": ROUNDS}  # where no chunk is stored, the head is
+        for (_, _, hits), row in run.cases().items():
+            assert row["modes"] == {"blend" if hits else "prefix": ROUNDS}  # where no chunk is stored, the head is
             assert row["declined"] == 0 and row["missed"] == 0
             assert row["full_s"] > 0 and 0 < row["least_to_full"] <= row["to_full"] <= row["most_to_full"]
 

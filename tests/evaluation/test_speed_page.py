@@ -76,13 +76,32 @@ def test_damaged_results_are_named(text: str, tmp_path: Path) -> None:
         read_results([tmp_path])
 
 
-def test_the_command(directory: Path, tmp_path: Path) -> None:
-    def report(*arguments: object) -> Any:
-        return CliRunner().invoke(app, ["bench", "report", *map(str, arguments)])
+def report(*arguments: object) -> Any:
+    return CliRunner().invoke(app, ["bench", "report", *map(str, arguments)])
 
+
+def test_the_command(directory: Path, tmp_path: Path) -> None:
     shown = report(directory)
     assert shown.exit_code == 0 and shown.stdout == page_of(read_results([directory]))
     written = report(directory, "--out", tmp_path / "page.md")
     assert written.exit_code == 0 and (tmp_path / "page.md").exists()
     nothing = report(tmp_path / "absent")
     assert nothing.exit_code == 2 and "no results in" in nothing.stderr
+
+
+def test_the_command_says_what_it_has_made_of_what(directory: Path, with_peers: Path, tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    data = json.loads(report(with_peers, directory, "--out", page, "--json").stdout)
+    names = ("other.json", "third.json", "transformers.json")
+    assert data["sections"] == [
+        {"title": "Matching", "files": [str(directory / "match.json")]},
+        {"title": "Peers", "files": [str(with_peers / name) for name in names]},
+    ]
+    assert data["written"] == [str(page), str(tmp_path / "images" / "bench-match.png")]
+    assert data["page"] is None
+    assert all(Path(path).is_file() for path in data["written"])
+
+
+def test_without_a_file_to_write_the_page_is_in_the_json(directory: Path) -> None:
+    data = json.loads(report(directory, "--json").stdout)
+    assert data["written"] == [] and data["page"] == report(directory).stdout

@@ -15,6 +15,7 @@ from conftest import random_model
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from rag_blend.evaluation import Case, Passage
+from rag_blend.evaluation.speed import gpu
 from rag_blend.evaluation.speed.contestants import FullPrefill, PrefixCached
 from rag_blend.evaluation.speed.ideal import ideal_seconds
 from rag_blend.evaluation.speed.memory import forget_peak, peak_bytes
@@ -44,6 +45,13 @@ class TestTiming:
     def test_a_call_is_timed(self) -> None:
         run = timed(lambda: sum(range(1000)))
         assert run.value == 499500 and run.wall_s > 0 and run.cpu_s >= 0
+
+    def test_a_gpu_is_waited_for_before_and_behind_a_call(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        happened: list[str] = []
+        monkeypatch.setattr("torch.cuda.is_initialized", lambda: True)
+        monkeypatch.setattr("torch.cuda.synchronize", lambda: happened.append("waited"))
+        timed(lambda: happened.append("called"))
+        assert happened == ["waited", "called", "waited"]
 
     def test_each_is_first_once(self) -> None:
         assert [in_turns("abc", turn)[0] for turn in range(4)] == ["a", "b", "c", "a"]
@@ -262,3 +270,14 @@ def test_passages_that_occur_twice_are_used_once(tokenizer: PreTrainedTokenizerF
     num_tokens = len(tokenizer(passage.prompt_text, add_special_tokens=False)["input_ids"])
     with pytest.raises(ValueError, match="too little"):
         texts.chunks(num_tokens // 32 + 2)
+
+
+def test_peak_memory_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.is_initialized", lambda: False)
+    assert gpu.peak_bytes() is None
+    forgotten: list[bool] = []
+    monkeypatch.setattr("torch.cuda.is_initialized", lambda: True)
+    monkeypatch.setattr("torch.cuda.reset_peak_memory_stats", lambda: forgotten.append(True))
+    monkeypatch.setattr("torch.cuda.max_memory_allocated", lambda: 7)
+    gpu.forget_peak()
+    assert forgotten and gpu.peak_bytes() == 7

@@ -115,10 +115,15 @@ def make_prompts(texts: Texts, lengths: Sequence[int], rounds: int, seed: int = 
         for case in (CASES if turn != WARM_UP else WARM_UP_CASES)
     ]
     numbers = rng.sample(range(100_000, 1_000_000), len(wanted))
-    return [_prompt(*key, number, texts) for key, number in zip(wanted, numbers, strict=True)]
+    return [make_prompt(*key, number, texts) for key, number in zip(wanted, numbers, strict=True)]
 
 
-def _prompt(case: Case, length: int, turn: int, number: int, texts: Texts) -> Prompt:
+def make_prompt(case: Case, length: int, turn: int, number: int, texts: Texts) -> Prompt:
+    """A prompt of texts that no other one has, and a head that begins with a number of its own.
+
+    Raises:
+        ValueError: There is not enough text.
+    """
     opening = f"{number} is the number of this session. Answer the question from the texts that follow. To begin with:"
     head = texts.take(HEAD_TOKENS, opening)
     chunks = tuple(texts.take(CHUNK_TOKENS) for _ in range(length // CHUNK_TOKENS))

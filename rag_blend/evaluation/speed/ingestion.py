@@ -97,8 +97,6 @@ class _PlainPrefill:
             rows = np.stack([np.pad(chunk, (0, len(batch[0]) - len(chunk))) for chunk in batch])
             input_ids = torch.from_numpy(rows).long().to(self._model.device)
             self._model.base_model(input_ids=input_ids, use_cache=True, **{self._cache_argument: DynamicCache()})
-        if self._model.device.type == "cuda":
-            torch.cuda.synchronize(self._model.device)
         return sum(map(len, ids))
 
 

@@ -28,10 +28,18 @@ class Results(NamedTuple):
     Attributes:
         reports: Of our own benches, in the order of the page.
         peers: Of other programs, as read.
+        files: Where each report, and then each of peers, was read.
     """
 
     reports: Sequence[SpeedReport]
     peers: Sequence[Mapping[str, Any]]
+    files: Sequence[Path]
+
+    def sections(self) -> list[tuple[str, list[Path]]]:
+        """Title of each section of the page, and the files that it shows."""
+        own = [(report.view.title, [file]) for report, file in zip(self.reports, self.files, strict=False)]
+        foreign = list(self.files[len(self.reports) :])
+        return [*own, (peers.VIEW.title, foreign)] if foreign else own
 
 
 def read_results(directories: Sequence[Path]) -> Results:
@@ -41,8 +49,8 @@ def read_results(directories: Sequence[Path]) -> Results:
         OSError: One cannot be read.
         ValueError: One is damaged, or there are none.
     """
-    reports: list[SpeedReport] = []
-    others: list[Mapping[str, Any]] = []
+    reports: list[tuple[SpeedReport, Path]] = []
+    others: list[tuple[Mapping[str, Any], Path]] = []
     for path in (path for directory in directories for path in sorted(directory.glob("*.json"))):
         try:
             data = json.loads(path.read_text("utf-8"))
@@ -50,17 +58,19 @@ def read_results(directories: Sequence[Path]) -> Results:
                 continue
             if data.get("bench") in _VIEWS:
                 view = _VIEWS[data["bench"]]
-                reports.append(SpeedReport(view, data["environment"], data["settings"], data["rows"]))
-                reports[-1].tables()
+                report = SpeedReport(view, data["environment"], data["settings"], data["rows"])
+                report.tables()
+                reports.append((report, path))
             elif "peer" in data:
                 peers.rows_of([data])
-                others.append(data)
+                others.append((data, path))
         except (ValueError, LookupError, TypeError, AttributeError) as error:
             raise ValueError(f"{path}: not the results of a bench ({error!r})") from error
     if not reports and not others:
         raise ValueError(f"no results in {', '.join(map(str, directories))}; see rag-blend bench --help")
     order = list(_VIEWS.values())
-    return Results(sorted(reports, key=lambda report: order.index(report.view)), others)
+    reports.sort(key=lambda read: order.index(read[0].view))
+    return Results([one for one, _ in reports], [one for one, _ in others], [path for _, path in (*reports, *others)])
 
 
 def page_of(results: Results, plots: Sequence[str] = ()) -> str:
@@ -81,11 +91,14 @@ def page_of(results: Results, plots: Sequence[str] = ()) -> str:
     return "\n".join(parts)
 
 
-def write_page(results: Results, path: Path) -> None:
+def write_page(results: Results, path: Path) -> list[Path]:
     """Write the page, and plots to ``images`` beside it.
 
+    Returns:
+        The files that were written, the page first.
+
     Raises:
-        ImportError: matplotlib is not installed (``pip install "rag-blend[bench]"``).
+        ImportError: matplotlib is not installed (``pip install -e ".[bench]"``).
         OSError: They cannot be written.
     """
     plots = []
@@ -94,3 +107,4 @@ def write_page(results: Results, path: Path) -> None:
         plots.append(f"images/bench-{report.view.name}{f'-{before + 1}' if before else ''}.png")
         draw_plot(report, path.parent / plots[-1])
     path.write_text(page_of(results, plots), encoding="utf-8")
+    return [path, *(path.parent / plot for plot in plots)]

@@ -20,7 +20,7 @@ def draw_plot(report: SpeedReport, path: Path) -> None:
     """Draw a report's panels, one beside the other, to a PNG file.
 
     Raises:
-        ImportError: matplotlib is not installed (``pip install "rag-blend[bench]"``).
+        ImportError: matplotlib is not installed (``pip install -e ".[bench]"``).
         OSError: The file cannot be written.
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg

@@ -21,6 +21,7 @@ from rag_blend.evaluation.environment import environment_of
 from rag_blend.evaluation.journal import configuration_of
 from rag_blend.evaluation.policies import Policy
 from rag_blend.evaluation.prompts import adds_special_tokens, head_ids
+from rag_blend.evaluation.speed import gpu
 from rag_blend.evaluation.speed.memory import forget_peak, peak_bytes
 from rag_blend.evaluation.speed.report import TIMES, TIMES_NOTE, Line, Panel, Row, Rows, SpeedReport, View, number, text
 from rag_blend.evaluation.speed.rounds import Round, Samples, run_rounds
@@ -135,6 +136,7 @@ def _run(ask: Callable[[str], Generation], prompts: Sequence[str], clients: int)
         generation = ask(prompt)
         return time.perf_counter() - started, len(generation.token_ids), generation.stats.prompt_tokens
 
+    gpu.forget_peak()
     tells_peak = forget_peak()
     with ThreadPoolExecutor(clients) as pool:
         run = timed(lambda: list(pool.map(answer, prompts)))
@@ -148,6 +150,7 @@ def _run(ask: Callable[[str], Generation], prompts: Sequence[str], clients: int)
         "p50_s": percentile(latencies, 0.5),
         "p95_s": percentile(latencies, 0.95),
         "peak_bytes": peak_bytes() if tells_peak else None,
+        "gpu_peak_bytes": gpu.peak_bytes(),
     }
 
 
@@ -157,18 +160,23 @@ _MEDIANS = ("requests_per_s", "tokens_per_s", "prompt_tokens", "p50_s", "p95_s")
 def _rows(samples: Samples) -> list[Row]:
     rows: list[Row] = []
     for (clients, contestant), runs in sorted(grouped(samples, "clients", "contestant"), key=_by_clients):
-        peaks = [run["peak_bytes"] for run in runs if run["peak_bytes"] is not None]
         rows.append(
             {
                 "clients": clients,
                 "contestant": contestant,
                 **{name: statistics.median(run[name] for run in runs) for name in _MEDIANS},
                 **summary([run["wall_s"] for run in runs], [run["cpu_s"] for run in runs]),
-                "peak_gb": max(peaks) / 1e9 if peaks else None,
+                "peak_gb": _most_gb(runs, "peak_bytes"),
+                "gpu_peak_gb": _most_gb(runs, "gpu_peak_bytes"),
             }
         )
     full = {row["clients"]: row["requests_per_s"] for row in rows if row["contestant"] == FULL}
     return [{**row, "gain": row["requests_per_s"] / full[row["clients"]]} for row in rows]
+
+
+def _most_gb(runs: Samples, name: str) -> float | None:
+    peaks = [run[name] for run in runs if run.get(name) is not None]
+    return max(peaks) / 1e9 if peaks else None
 
 
 def _by_clients(group: tuple[tuple[Any, ...], Samples]) -> tuple[int, int]:
@@ -194,7 +202,7 @@ Each client sends its next request when it has its answer; all run on the same r
 prompt are drawn from a collection that has a quarter as many chunks as all prompts together, and all of it is ingested.
 Engines keep no prompts in memory. Full prefill is the same engine with reuse=False, so it decodes requests that wait
 together as well. Tokens/s: of answers. p50, p95: seconds from a request to its answer. Peak: memory of the process,
-model and engines included.
+model and engines included; of a GPU, what tensors take there.
 {TIMES_NOTE}""",
     section=lambda row: f"{row['clients']} client{'s' if row['clients'] > 1 else ''}",
     columns=[
@@ -207,6 +215,7 @@ model and engines included.
         ("p95 s", number("p95_s", ".2f")),
         *TIMES,
         ("peak GB", number("peak_gb", ".2f")),
+        ("GPU peak GB", number("gpu_peak_gb", ".2f")),
     ],
     panels=_panels,
 )
