@@ -2,6 +2,8 @@
 
 import sys
 
+from rag_blend.errors import install_hint
+
 
 def main() -> None:
     """Run it, if what it needs is installed."""
@@ -10,7 +12,7 @@ def main() -> None:
     except ModuleNotFoundError as error:
         if error.name not in {"typer", "rich"}:
             raise
-        sys.exit(f'rag-blend: {error}: pip install "rag-blend[cli]"')
+        sys.exit(f"rag-blend: {error}; {install_hint('cli')}")
     run()
 
 

@@ -29,7 +29,7 @@ class Verdict:
     Attributes:
         selector: Name of the chosen selector; where none passed, of the one that came closest.
         ratio: Its ratio; None is its own default.
-        passed: Whether it met the target. If not, prompts are to be served by full prefill.
+        passed: Whether it met the target and was faster than full prefill, by which prompts are to be served if not.
         target_kl: Largest mean KL(full || blended) that was allowed, nats.
         target_agreement: Smallest share of positions with the same most likely token that was allowed.
         kl: Its mean KL.

@@ -110,6 +110,15 @@ def forget(backend: StorageBackend, documents: AbstractSet[str], namespace: str 
     return ErasureReceipt(tuple(sorted(documents)), tuple(keys), len(samples.records))
 
 
+def entries_of(backend: StorageBackend, documents: AbstractSet[str], namespace: str = "default") -> set[str]:
+    """Keys of what is stored for documents of a tenant and for no others, of whatever model.
+
+    Raises:
+        OSError: The store does not answer.
+    """
+    return KVStore(backend, fingerprint="", namespace=namespace, kv_dtype=torch.float16).entries_of(documents)
+
+
 def export(backend: StorageBackend, target: BinaryIO, step: Step = lambda: None) -> int:
     """Write entries, records and the table of documents to one tar file.
 

@@ -73,10 +73,11 @@ class PolicyChooser:
         known, self.verdict = self.verdict, verdict
         if self._deciding(self._ratio) and verdict is not None and verdict != known and not verdict.passed:
             logger.warning(
-                "calibration (%s): nothing came within KL %g and agreement %g of full prefill (%s came to %.3g and "
-                "%.3g), so prompts are served by full prefill; give a recompute_ratio to blend nevertheless",
+                "calibration (%s): nothing faster came within KL %g and agreement %g of full prefill (%s came to %.3g "
+                "and %.3g, %.1f times as fast), so prompts are served by full prefill; give a recompute_ratio to blend "
+                "nevertheless",
                 verdict.date, verdict.target_kl, verdict.target_agreement, verdict.selector, verdict.kl,
-                verdict.agreement,
+                verdict.agreement, verdict.gain,
             )  # fmt: skip
 
     def resolve(self, selector: str | TokenSelector | None, ratio: Ratio, reuse: bool) -> BlendPolicy:

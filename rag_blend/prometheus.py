@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple, Protocol
 
+from rag_blend.errors import install_hint
 from rag_blend.metrics import HistogramFigures, Metrics, TierFigures
 
 try:
@@ -16,7 +17,7 @@ try:
     from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
     from prometheus_client.registry import Collector
 except ModuleNotFoundError as missing:
-    raise ModuleNotFoundError(f'{missing}: pip install "rag-blend[metrics]"', name=missing.name) from None
+    raise ModuleNotFoundError(f"{missing}; {install_hint('metrics')}", name=missing.name) from None
 
 _QUEUE = {"waiting", "waiting_bytes"}  # those of a tier's counts that can fall
 

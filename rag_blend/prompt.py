@@ -24,7 +24,10 @@ def prompt_ids(
 
     Raises:
         ValueError: There are no tokens, or something else than tokens.
+        TypeError: There is no prompt.
     """
+    if prompt is None:
+        raise TypeError("the prompt must be text or a list of token ids, not None")
     if isinstance(prompt, str):
         if add_special_tokens is None:
             bos = tokenizer.bos_token

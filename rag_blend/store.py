@@ -248,6 +248,11 @@ class KVStore:
         self.backend.unlink(names)
         return sorted(keys)
 
+    def entries_of(self, documents: AbstractSet[str]) -> set[str]:
+        """Keys of the entries that are there for these documents of this tenant, and for no others."""
+        names = {self._document(document) for document in documents}
+        return set(self.backend.needed_only_by(names)).intersection(self.backend.keys())
+
     def record_name(self, *parts: str) -> str:
         """Name of a small record of this model and tenant."""
         return digest_json([self.fingerprint, self.namespace, *parts])

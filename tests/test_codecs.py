@@ -330,6 +330,6 @@ def without_zstandard(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 @pytest.mark.usefixtures("without_zstandard")
 def test_a_missing_library_is_named_with_the_line_that_installs_it() -> None:
     assert "zstd" in codec_names()
-    with pytest.raises(ModuleNotFoundError, match=r'pip install "rag-blend\[zstd\]"'):
+    with pytest.raises(ModuleNotFoundError, match=r'pip install -e "\.\[zstd\]"'):
         codec_of("zstd")
     assert codec_of("int8").name == "int8"

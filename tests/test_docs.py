@@ -5,6 +5,8 @@ from __future__ import annotations
 import ast
 import inspect
 import re
+import subprocess
+import sys
 from functools import cache
 from pathlib import Path
 
@@ -35,21 +37,32 @@ def texts_in_the_code() -> str:
     )
 
 
-def quoted_messages() -> list[str]:
-    """First cells of the tables of messages, those in quotation marks; foreign ones are the frameworks' own."""
-    _, tables = page("troubleshooting").split("## Storage")
+FOREIGN = {"Empty Response", "llama-index-llms-openai package not found"}  # the frameworks' own
+TABLES = [
+    ("troubleshooting", "## Storage", 15),
+    ("llama_index", "## Reuse is 0: why?", 4),
+    ("langchain", "## Reuse is 0: why?", 3),
+]  # page, what the tables of messages stand behind, how many messages there are at least
+
+
+def quoted_messages(name: str, heading: str) -> list[str]:
+    """First cells of the tables of messages, those in quotation marks."""
+    _, tables = page(name).split(heading)
     cells = re.findall(r"^\| ([^|]+) \|", tables, re.MULTILINE)
-    return [quote for cell in cells for quote in re.findall(r'"([^"]+)"', cell) if quote not in {"Empty Response"}]
+    return [quote for cell in cells for quote in re.findall(r'"([^"]+)"', cell) if quote not in FOREIGN]
 
 
-@pytest.mark.parametrize("message", quoted_messages())
+@pytest.mark.parametrize(
+    "message", [message for name, heading, _ in TABLES for message in quoted_messages(name, heading)]
+)
 def test_messages_are_quoted_as_they_are(message: str) -> None:
     for piece in re.split(r"…|'[\w_]+'", message):
         assert piece.strip(" ,:") in texts_in_the_code()
 
 
-def test_there_are_messages() -> None:
-    assert len(quoted_messages()) > 15
+@pytest.mark.parametrize(("name", "heading", "at_least"), TABLES)
+def test_there_are_messages(name: str, heading: str, at_least: int) -> None:
+    assert len(quoted_messages(name, heading)) >= at_least
 
 
 def test_the_page_has_every_key_of_a_snapshot() -> None:
@@ -65,6 +78,29 @@ def test_the_page_has_every_metric() -> None:
     for metric in EngineCollector({}).describe():
         name = f"{metric.name}_total" if metric.type == "counter" else metric.name
         assert f"`{name}`" in text or any(f"`…{name[i:]}`" in text for i in range(len("rag_blend"), len(name))), name
+
+
+def test_snippets_of_the_readme_leave_only_what_is_the_readers_own_undefined() -> None:
+    pytest.importorskip("ruff")
+    snippets = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text("utf-8"), re.DOTALL)
+    assert len(snippets) >= 3
+    undefined: set[str] = set()
+    for snippet in snippets:
+        command = [
+            sys.executable,
+            "-m",
+            "ruff",
+            "check",
+            "--isolated",
+            "--select",
+            "F821",
+            "--output-format",
+            "concise",
+            "-",
+        ]
+        found = subprocess.run(command, input=snippet, capture_output=True, text=True)
+        undefined |= set(re.findall(r"F821 Undefined name `(\w+)`", found.stdout))
+    assert undefined == {"embed_model", "embeddings", "texts", "chunks", "ids", "retrieved"}
 
 
 def test_options_that_pages_name_exist() -> None:

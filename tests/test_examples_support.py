@@ -3,31 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import importlib.util
 import socket
-import sys
 from pathlib import Path
-from types import ModuleType
 
 import numpy as np
 import pytest
-
-EXAMPLES = Path(__file__).parent.parent / "examples"
-sys.path.append(str(EXAMPLES))  # they import each other, as when one of them is run
-
-
-def load_example(name: str) -> ModuleType:
-    """Import ``examples/<name>.py``, which is no package, under a name that nothing else has."""
-    path = EXAMPLES / f"{name}.py"
-    spec = importlib.util.spec_from_file_location(f"examples_{name}", path)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # dataclasses look their module up
-    spec.loader.exec_module(module)
-    return module
-
-
-corpus = load_example("corpus")
+from rag_blend_app import corpus
 
 
 @pytest.fixture(scope="module")
@@ -43,7 +24,9 @@ def tokenizer():
 def embedding():
     pytest.importorskip("wordllama")
     pytest.importorskip("llama_index.core")
-    return load_example("embedding").WordLlamaEmbedding()
+    from rag_blend_app.embedding import WordLlamaEmbedding
+
+    return WordLlamaEmbedding()
 
 
 @pytest.fixture
@@ -113,9 +96,20 @@ def test_a_directory_of_ones_own(tmp_path: Path):
     assert [doc.text for doc in docs] == [
         "# Pelicans\n\nThey fly.",
         "with a byte order mark",
-        "caf\N{REPLACEMENT CHARACTER} latin-1",
+        "café latin-1",
     ]
     assert corpus.questions_for(docs)[0] == "What does the document 'b.md' say about \"Pelicans\"?"
+
+
+def test_what_cannot_be_read_is_named_and_does_not_keep_the_others_away(tmp_path: Path, caplog):
+    (tmp_path / "noise.txt").write_bytes(bytes(range(254, 127, -1)) * 9)
+    (tmp_path / "binary.txt").write_bytes(b"PK\x00\x01")
+    (tmp_path / "wide.txt").write_text("Größe", encoding="utf-16")
+    (tmp_path / "good.txt").write_text("good", encoding="utf-8")
+    assert [doc.text for doc in corpus.load_documents(tmp_path)] == ["good", "Größe"]
+    assert "binary.txt: is no text; it is passed over" in caplog.messages
+    assert any(said.startswith("noise.txt: ") and "convert it to UTF-8" in said for said in caplog.messages)
+    assert "wide.txt: is no sound UTF-8, was read as utf-16" in caplog.messages
 
 
 def test_a_directory_below_a_hidden_one_is_loaded(tmp_path: Path):

@@ -14,6 +14,7 @@ from exactness import HEAD, QUESTION
 from typer.testing import CliRunner, Result
 
 from rag_blend import BlendEngine
+from rag_blend.calibration import Verdict
 from rag_blend.cli import app
 
 Run = Callable[..., Result]
@@ -42,7 +43,7 @@ def run(model_dir: Path, tmp_path: Path) -> Run:
     def run(prompt: str, *more: object, model: Path | None = model_dir, prime: str = "none") -> Result:
         (tmp_path / "prompt.txt").write_text(prompt, "utf-8")
         given = [] if model is None else ["--model", model, "--prime", prime, "--no-special-tokens"]
-        arguments = ["--file", tmp_path / "prompt.txt", "--store", tmp_path / "kv", *given, *more]
+        arguments = ["--file", tmp_path / "prompt.txt", "--storage", tmp_path / "kv", *given, *more]
         return CliRunner().invoke(app, ["explain", *map(str, arguments)])
 
     return run
@@ -127,6 +128,20 @@ def test_hints_where_nothing_is_reused(
     assert all(words in hint for words, hint in zip(hints, found["hints"], strict=True)), found["hints"]
 
 
+def test_sliding_windows_are_blended_where_a_calibration_has_passed(tmp_path: Path, run: Run) -> None:
+    model = tmp_path / "slides"
+    random_model("mistral", sliding_window=64).save_pretrained(model)
+    small_tokenizer().save_pretrained(model)
+    prompt = HEAD + "\n\n".join(TEXTS[:2]) + QUESTION
+    assert explained(run(prompt, "--json", model=model))["policy"].startswith("full prefill")
+    options = {"prime": "none", "on_unsupported": "measured", "device": "cpu"}
+    with BlendEngine.from_pretrained(str(model), tmp_path / "kv", **options) as engine:
+        engine.ingest(TEXTS[:2], head=HEAD, progress=False)
+        engine.adopt(Verdict("heads", None, True, 0.02, 0.97, 0.01, 0.99, 0.1, 3.0, 24, "2026-01-01"))
+    found = explained(run(prompt, "--json", model=model))
+    assert found["policy"] == "heads (calibrated)" and found["stats"]["hits"] == 3  # the head, too
+
+
 def test_a_question_alone_is_too_short(engine: BlendEngine, run: Run) -> None:
     engine.ingest(TEXTS, progress=False)
     hints = explained(run("which river?", "--json"))["hints"]
@@ -147,10 +162,11 @@ def test_the_table_and_the_picture(engine: BlendEngine, run: Run, tmp_path: Path
     [
         ([], "give either a prompt, a question, or --file"),
         (["x", "--file", "y"], "give either a prompt, a question, or --file"),
-        (["x", "--store", "nowhere"], "there is no store 'nowhere'"),
+        (["x", "--storage", "nowhere"], "there is no store 'nowhere'"),
+        (["x", "--storage", "disk://nowhere?quota=1GB"], "there is no store 'disk://nowhere?quota=1GB'"),
         (["--file", "nowhere.txt"], "nowhere.txt"),
-        (["x", "--store", "."], "give --model, and the whole prompt"),
-        (["x", "--store", ".", "--model", "nowhere"], "there is no model directory 'nowhere'"),
+        (["x", "--storage", "."], "give --model, and the whole prompt"),
+        (["x", "--storage", ".", "--model", "nowhere"], "there is no model directory 'nowhere'"),
     ],
 )
 def test_mistakes_are_told_in_a_line(
@@ -166,7 +182,7 @@ def test_a_question_to_a_collection(model_dir: Path, tmp_path: Path, run: Run) -
     for number, text in enumerate(TEXTS):
         (tmp_path / "docs" / f"{number}.txt").write_text(text, "utf-8")
     ingested = CliRunner().invoke(
-        app, ["ingest", str(tmp_path / "docs"), "--model", str(model_dir), "--store", str(tmp_path / "kv")]
+        app, ["ingest", str(tmp_path / "docs"), "--model", str(model_dir), "--storage", str(tmp_path / "kv")]
     )
     assert ingested.exit_code == 0, ingested.output
     found = explained(run(" ".join(TEXTS[3].split()[:6]) + "?", "--json", "--top-k", "2", model=None))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from pathlib import Path
 
 import pytest
@@ -91,6 +92,32 @@ def test_there_is_no_cycle() -> None:
         visit(name, ())
 
 
+def reading_order() -> dict[str, int]:
+    """Row of each module in the table of docs/architecture.md; names in a row lie where its first one does."""
+    table, _ = (ROOT / "docs" / "architecture.md").read_text("utf-8").split("## One query")
+    order: dict[str, int] = {}
+    for row, cell in enumerate(re.findall(r"^\| (`[^|]+) \|", table, re.MULTILINE)):
+        first, *others = re.findall(r"`([^`]+)`", cell)
+        base = ROOT if first.startswith("integrations/") else PACKAGE
+        folder = (base / first).parent
+        for path in (base / first, *(folder / name for name in others)):
+            assert path.exists(), f"docs/architecture.md names {path.relative_to(ROOT)}, which is not there"
+            for file in path.rglob("*.py") if path.is_dir() else [path]:
+                order[module_of(file).removeprefix("integrations.")] = row
+    return order
+
+
+def test_every_file_has_its_place_in_the_reading_order_and_imports_from_above() -> None:
+    order = reading_order()
+    unlisted = {name for name, file in MODULES.items() if name not in order and file.stem != "__init__"}
+    assert unlisted == {"rag_blend.__main__"}
+    for name, row in order.items():
+        file = MODULES.get(name) or ROOT / "integrations" / f"{name.replace('.', '/')}.py"
+        if file.exists():  # a package's __init__ gathers its modules
+            below = {module for module in imports_of(file) if order.get(module, row) > row}
+            assert not below, f"{file}: {below} stand below it in docs/architecture.md"
+
+
 @pytest.mark.parametrize("kind", ["codecs", "selectors", "storage", "models"])
 def test_plug_ins_know_their_base_but_not_each_other(kind: str) -> None:
     for file in (PACKAGE / kind).glob("*.py"):
@@ -103,10 +130,11 @@ def test_plug_ins_know_their_base_but_not_each_other(kind: str) -> None:
 def test_integrations_use_public_names_only() -> None:
     files = sorted((ROOT / "integrations").rglob("*.py"))
     assert files
+    public = {*rag_blend.__all__, "vllm", "vllm.request_fields"}
     for file in files:
         for module in imports_of(file):
             if module.partition(".")[0] == "rag_blend":
-                assert module == "rag_blend" or module.removeprefix("rag_blend.") in rag_blend.__all__, (file, module)
+                assert module == "rag_blend" or module.removeprefix("rag_blend.") in public, (file, module)
 
 
 def test_public_names_exist_and_are_few() -> None:

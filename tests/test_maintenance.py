@@ -167,6 +167,18 @@ class TestExport:
         result = run("import", tmp_path / "x", tmp_path / "copy")
         assert result.exit_code == 2 and "not an exported store" in result.output
 
+    def test_a_file_that_is_not_there_makes_no_store(self, tmp_path: Path) -> None:
+        result = run("import", tmp_path / "absent.tar", tmp_path / "copy")
+        assert result.exit_code == 2 and "absent.tar" in result.stderr and result.stderr.count("\n") == 1
+        assert not (tmp_path / "copy").exists()
+
+    def test_names_in_a_file_cannot_speak_to_the_terminal(self, tmp_path: Path) -> None:
+        with tarfile.open(tmp_path / "x.tar", mode="w") as tar:
+            tar.addfile(tarfile.TarInfo("records/\x1b]0;owned\x07.json"))
+        result = run("import", tmp_path / "x.tar", tmp_path / "copy")
+        assert result.exit_code == 1 and "owned" in result.stdout
+        assert "\x1b" not in result.stdout and "\x07" not in result.stdout
+
 
 class TestStatsAndRoom:
     def test_stats(self, kv: Path) -> None:
@@ -184,12 +196,29 @@ class TestStatsAndRoom:
         found = json.loads(result.stdout)
         assert found["bytes"] == left and found["removed"] == 7 - len(entries(kv))
 
-    @pytest.mark.parametrize("command", ["stats", "verify", "forget", "export"])
+    def test_gc_takes_the_directorys_own_quota_where_none_is_given(self, kv: Path) -> None:
+        size = sum(path.stat().st_size for path in entries(kv))
+        assert json.loads(run("gc", kv, "--json").stdout)["removed"] == 0
+        assert json.loads(run("gc", f"disk://{kv}?quota={size // 2}", "--json").stdout)["removed"] > 0
+        result = run("gc", "memory://")
+        assert result.exit_code == 2 and "only a directory" in result.stderr
+
+    @pytest.mark.parametrize("command", ["stats", "verify", "forget", "export", "gc"])
+    def test_a_directory_that_is_no_store_is_told_and_left_alone(self, command: str, tmp_path: Path) -> None:
+        (tmp_path / "notes").mkdir()
+        (tmp_path / "notes" / "a.txt").write_text("text")
+        more = {"forget": ["doc"], "export": [tmp_path / "x.tar"]}.get(command, [])
+        result = run(command, tmp_path / "notes", *more)
+        assert result.exit_code == 2 and "is no store" in result.stderr
+        assert [path.name for path in (tmp_path / "notes").iterdir()] == ["a.txt"]
+
+    @pytest.mark.parametrize("command", ["stats", "verify", "forget", "export", "gc"])
     def test_a_directory_that_is_not_there_is_not_made(self, command: str, tmp_path: Path) -> None:
         more = {"forget": ["doc"], "export": [tmp_path / "x.tar"]}.get(command, [])
-        result = run(command, tmp_path / "no", *more)
-        assert result.exit_code == 2 and "there is no directory" in result.output
-        assert not (tmp_path / "no").exists()
+        for place in (tmp_path / "no", f"disk://{tmp_path / 'no'}?quota=1GB"):
+            result = run(command, place, *more)
+            assert result.exit_code == 2 and "there is no directory" in result.output
+            assert not (tmp_path / "no").exists()
 
     def test_a_url_of_no_use_is_a_readable_error(self) -> None:
         result = run("stats", "ftp://host/kv")

@@ -633,7 +633,7 @@ def test_without_the_library_the_error_says_what_to_install(monkeypatch: pytest.
     monkeypatch.setitem(sys.modules, "obstore", None)
     monkeypatch.delitem(sys.modules, "rag_blend.storage.object_store")
     monkeypatch.delattr(rag_blend.storage, "object_store")
-    with pytest.raises(ModuleNotFoundError, match=r'pip install "rag-blend\[s3\]"'):
+    with pytest.raises(ModuleNotFoundError, match=r'pip install -e "\.\[s3\]"'):
         open_storage("s3://bucket")
 
 

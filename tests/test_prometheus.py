@@ -117,4 +117,4 @@ def test_scrapes_do_not_list_the_store_each_time(
 def test_a_missing_library_names_the_extra() -> None:
     program = "import sys; sys.modules['prometheus_client'] = None; import rag_blend.prometheus"
     run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
-    assert run.returncode and 'pip install "rag-blend[metrics]"' in run.stderr
+    assert run.returncode and 'pip install -e ".[metrics]"' in run.stderr

@@ -333,7 +333,7 @@ def test_a_redis_that_evicts_what_was_used_longest_ago(tmp_path: Path) -> None:
         listed = {name for name, label in backend.labels() if label == b"label"}
         read = set()
         for i in range(40):
-            with contextlib.suppress(ChunkNotFoundError):
+            with contextlib.suppress(ChunkNotFoundError, OSError):  # gone before or while it is read
                 assert content(backend, key(i)) == entry
                 read.add(key(i))
         assert 3 < len(before) < 30
@@ -622,7 +622,7 @@ def test_without_the_library_the_error_says_what_to_install(monkeypatch: pytest.
     monkeypatch.setitem(sys.modules, "redis", None)
     monkeypatch.delitem(sys.modules, "rag_blend.storage.redis")
     monkeypatch.delattr(rag_blend.storage, "redis")
-    with pytest.raises(ModuleNotFoundError, match=r'pip install "rag-blend\[redis\]"'):
+    with pytest.raises(ModuleNotFoundError, match=r'pip install -e "\.\[redis\]"'):
         open_storage("redis://host")
 
 

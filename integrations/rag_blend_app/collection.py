@@ -32,11 +32,15 @@ class Facts:
         model: Directory or hub id of the model that answers; chunks are measured in its tokens.
         namespace: Tenant of the KV caches.
         chunk_tokens: Longest chunk.
+        on_unsupported: What is done with a model that cannot be blended, see `rag_blend.BlendEngine`.
+        pending: How many chunks an ingestion that has not ended is to have cached when it ends.
     """
 
     model: str
     namespace: str = "default"
     chunk_tokens: int = CHUNK_TOKENS
+    on_unsupported: str = "error"
+    pending: int = 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,8 +86,13 @@ class Collection:
             ) from error
         return cls(index, facts)
 
-    def save(self, directory: Path) -> None:
-        """Write it to a directory, readable to this user alone. What an interruption leaves there counts as nothing."""
+    def save(self, directory: Path, pending: int) -> None:
+        """Write it to a directory, readable to this user alone. What an interruption leaves there counts as nothing.
+
+        Args:
+            directory: The directory.
+            pending: See `Facts`; `complete` follows.
+        """
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         facts = directory / _FACTS
         with tempfile.TemporaryDirectory(dir=directory) as work:
@@ -91,7 +100,19 @@ class Collection:
             facts.unlink(missing_ok=True)
             for file in Path(work).iterdir():
                 os.replace(file, directory / file.name)
-        facts.write_text(json.dumps(dataclasses.asdict(self.facts)), "utf-8")
+        self._write_facts(directory, pending)
+
+    def complete(self, directory: Path) -> None:
+        """All chunks of the collection in this directory are cached."""
+        self._write_facts(directory, 0)
+
+    def _write_facts(self, directory: Path, pending: int) -> None:
+        self.facts = dataclasses.replace(self.facts, pending=pending)
+        with tempfile.TemporaryDirectory(dir=directory) as work:
+            written = Path(work, _FACTS)
+            written.touch(mode=0o600)
+            written.write_text(json.dumps(dataclasses.asdict(self.facts)), "utf-8")
+            os.replace(written, directory / _FACTS)
 
     def update(self, documents: Sequence[Document], gone: Iterable[str], progress: bool) -> Changes:
         """Take documents in, replace those that changed, remove those that are gone."""

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
 from typing import Any
 
+from llama_index.core.base.llms.generic_utils import messages_to_prompt
 from llama_index.core.base.llms.types import ChatMessage, MessageRole
 from llama_index.core.prompts import ChatPromptTemplate
 from llama_index.core.schema import MetadataMode
 from llama_index.llms.rag_blend import BlendLLM
+from llama_index.llms.rag_blend.messages import render_chat
+from rag_blend_frameworks.prompts import Prompt, token_ids
 
 from rag_blend_app.collection import Collection
 
@@ -93,36 +96,42 @@ class Conversation:
             ],
         )
 
-    def answer(self, reply: Reply) -> Iterator[str]:
+    def answer(self, reply: Reply, reuse: bool = True) -> Iterator[str]:
         """Yield the answer piece by piece and complete the reply. Closed early, it computes and remembers nothing more.
+
+        Args:
+            reply: What `look_up` gave.
+            reuse: False: by full prefill, for comparison.
 
         Raises:
             RagBlendError: The prompt does not fit the context window, say.
         """
         context = "\n\n".join(source.text.strip() for source in reply.sources)
         front, asked = PROMPT.format_messages(context_str=context, query_str=reply.question)
-        messages = [front, *self._history(self._room_beside(front, asked)), asked]
-        with closing(self.llm.stream_chat(messages)) as pieces:
+        messages = [front, *self._history(front, asked), asked]
+        with closing(self.llm.stream_chat(messages, reuse=reuse)) as pieces:
             for piece in pieces:
                 reply.text += piece.delta or ""
                 reply.figures = (piece.raw or {}).get("rag_blend", {})
                 yield piece.delta or ""
+        if not reuse:
+            reply.figures["note"] = "answered by full prefill: no cache was used"
         self._turns.append((asked, ChatMessage(role=MessageRole.ASSISTANT, content=reply.text)))
 
-    def _room_beside(self, *messages: ChatMessage) -> int:
-        """Tokens that a prompt of these messages, with its answer, leaves in the context window."""
+    def _history(self, front: ChatMessage, asked: ChatMessage) -> list[ChatMessage]:
+        """The latest turns that fit between these messages into a prompt that leaves room for its answer."""
         facts = self.llm.metadata
-        return facts.context_window - facts.num_output - sum(map(self._length, messages))
-
-    def _history(self, room: int) -> list[ChatMessage]:
-        """The latest turns that fit into so many tokens."""
         kept: list[ChatMessage] = []
         for turn in reversed(self._turns):
-            room -= sum(map(self._length, turn))
-            if room < 0:
+            longer = [*turn, *kept]
+            if self._length([front, *longer, asked]) > facts.context_window - facts.num_output:
                 break
-            kept = [*turn, *kept]
+            kept = longer
         return kept
 
-    def _length(self, message: ChatMessage) -> int:
-        return len(self.llm.tokenizer(str(message.content)))
+    def _length(self, messages: Sequence[ChatMessage]) -> int:
+        """Tokens of a prompt, those of the chat template included."""
+        tokenizer = self.llm.engine.tokenizer
+        if tokenizer.chat_template:
+            return len(token_ids(tokenizer, render_chat(tokenizer, messages, {})))
+        return len(token_ids(tokenizer, Prompt(messages_to_prompt(messages))))

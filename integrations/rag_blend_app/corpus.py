@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+
+from rag_blend_app.encoding import UTF_8, decode
+from rag_blend_app.terminal import printable
+
+logger = logging.getLogger(__name__)
 
 CHARACTERS_PER_TOKEN = 4.12
 """Measured with the demo model's tokenizer on the topics below; used only to size the collection."""
@@ -49,8 +55,8 @@ def load_documents(path: Path | None = None, max_tokens: int | None = None) -> l
 
     Args:
         path: A directory of ``.txt``, ``.md`` and ``.rst`` files, searched with its subdirectories. Hidden
-            and binary files are skipped. Without it, a part of the Python language reference that comes
-            with every Python.
+            files are skipped, and so are those that cannot be read, which a warning names. Without it, a part
+            of the Python language reference that comes with every Python.
         max_tokens: Stop before the document that would make the collection larger than about this many
             tokens. By default a directory is taken whole and the language reference up to 41,000 tokens.
 
@@ -110,10 +116,20 @@ def _files(directory: Path) -> Iterator[Doc]:
         hidden = any(part.startswith(".") for part in relative.parts)
         if hidden or file.suffix.lower() not in SUFFIXES or not file.is_file():
             continue
-        content = file.read_bytes()
-        text = content.decode("utf-8-sig", errors="replace").strip()
-        if text and b"\0" not in content:
+        if text := _text_of(file, printable(str(relative))):
             yield Doc(title=relative.as_posix(), text=text)
+
+
+def _text_of(file: Path, name: str) -> str:
+    """What a file says, stripped; nothing if it cannot be read."""
+    try:
+        found = decode(file.read_bytes())
+    except (OSError, ValueError) as error:
+        logger.warning("%s: %s; it is passed over", name, error)
+        return ""
+    if found.encoding != UTF_8 or found.lost:
+        logger.warning("%s: is no sound UTF-8, was read as %s", name, found.encoding)
+    return found.text.strip()
 
 
 def _within(docs: Iterator[Doc], max_tokens: int | None) -> list[Doc]:

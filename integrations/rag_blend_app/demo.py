@@ -25,6 +25,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LogitsProcessor, P
 from rag_blend import BlendEngine, Generation
 from rag_blend_app.corpus import QUESTIONS, Doc, load_documents, questions_for
 from rag_blend_app.embedding import WordLlamaEmbedding
+from rag_blend_app.terminal import printable
 
 CHUNK_TOKENS = 512
 CHUNKS_PER_PROMPT = 4
@@ -191,7 +192,8 @@ def kl(full: torch.Tensor, other: torch.Tensor) -> float:
 def show(question: str, answers: dict[str, Answer], console: Console) -> None:
     """Figures and texts of the answers to one question."""
     full = answers["full prefill"]
-    table = numbers_table(f"\n[bold]{escape(question)}[/]", "TTFT", "gain", "KL", "reused", "recomputed", "fresh")
+    title = f"\n[bold]{escape(printable(question))}[/]"
+    table = numbers_table(title, "TTFT", "gain", "KL", "reused", "recomputed", "fresh")
     for name, result in answers.items():
         stats = result.generation.stats
         table.add_row(
@@ -205,7 +207,7 @@ def show(question: str, answers: dict[str, Answer], console: Console) -> None:
         )
     console.print(table)
     for name, result in answers.items():
-        console.print(f"  [cyan]{name}:[/] {escape(' '.join(result.generation.text.split()))}")
+        console.print(f"  [cyan]{name}:[/] {escape(printable(' '.join(result.generation.text.split())))}")
 
 
 def medians(rows: list[dict[str, Answer]]) -> dict[str, dict[str, float]]:

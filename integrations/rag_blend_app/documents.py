@@ -1,4 +1,4 @@
-"""Files become LlamaIndex documents, one each, through LlamaIndex's own readers."""
+"""Files become LlamaIndex documents, one each."""
 
 from __future__ import annotations
 
@@ -11,10 +11,12 @@ from pathlib import Path
 from typing import Any
 
 from bs4 import BeautifulSoup
-from llama_index.core import Document, SimpleDirectoryReader
+from llama_index.core import Document
 from llama_index.core.readers.base import BaseReader
 from llama_index.readers.file import PDFReader
 from tqdm import tqdm
+
+from rag_blend_app.encoding import UTF_8, Decoded, decode
 
 SUFFIXES = (".txt", ".md", ".rst", ".html", ".htm", ".pdf")
 _INVISIBLE = ("script", "style", "template", "noscript", "nav")
@@ -30,11 +32,22 @@ class Reading:
 
     Attributes:
         documents: One per file that has text; its id is the file's path.
+        converted: What those of them that are not in UTF-8 were read as, by path.
+        damaged: How many characters of those that are not sound UTF-8 were read as U+FFFD, by path.
+        empty: Paths of text files and pages without text.
         unread: Why nothing came of the others, by path.
     """
 
     documents: list[Document] = field(default_factory=list)
+    converted: dict[str, str] = field(default_factory=dict)
+    damaged: dict[str, int] = field(default_factory=dict)
+    empty: list[str] = field(default_factory=list)
     unread: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def oddities(self) -> dict[str, dict[str, str] | dict[str, int] | list[str]]:
+        """All but the documents, by name."""
+        return {"converted": self.converted, "damaged": self.damaged, "empty": self.empty, "unread": self.unread}
 
 
 class HTMLReader(BaseReader):
@@ -82,11 +95,19 @@ def read(files: Sequence[Path], progress: bool) -> Reading:
     reading = Reading()
     readers = {".pdf": PDFReader(return_full_document=True), ".html": HTMLReader(), ".htm": HTMLReader()}
     for path in tqdm(files, desc="files", unit="", disable=not progress):
+        reader = readers.get(path.suffix.lower())
         try:
-            text = _text_of(path, readers)
+            found = decode(path.read_bytes()) if reader is None else _read_by(reader, path)
         except Exception as error:  # a reader's, which may raise anything
             reading.unread[str(path)] = _reason(error)
             continue
+        if not (text := found.text.strip()):
+            reading.empty.append(str(path))
+            continue
+        if found.encoding != UTF_8:
+            reading.converted[str(path)] = found.encoding
+        if found.lost:
+            reading.damaged[str(path)] = found.lost
         reading.documents.append(Document(text=text, id_=str(path)))
     return reading
 
@@ -105,16 +126,14 @@ def _refuse(error: OSError) -> None:
     raise error
 
 
-def _text_of(path: Path, readers: dict[str, BaseReader]) -> str:
-    parts = SimpleDirectoryReader.load_file(
-        path, lambda _: {}, readers, encoding="utf-8-sig", errors="replace", raise_on_error=True
-    )
+def _read_by(reader: BaseReader, path: Path) -> Decoded:
+    parts = reader.load_data(path)
     text = "\n\n".join(stripped for part in parts if (stripped := part.text.strip()))
     if "\0" in text:
         raise ValueError("is no text")
-    if not text:
-        raise ValueError("has no text" + (" (a scan needs OCR first)" if path.suffix.lower() == ".pdf" else ""))
-    return text
+    if not text and path.suffix.lower() == ".pdf":
+        raise ValueError("has no text (a scan needs OCR first)")
+    return Decoded(text)
 
 
 def _reason(error: BaseException) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+from typing import Annotated
 
 import typer
 
@@ -23,7 +24,26 @@ app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
+    context_settings={"token_normalize_func": lambda name: "storage" if name == "store" else name},  # its old name
 )
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        from rag_blend import __version__
+
+        typer.echo(f"rag-blend {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _common(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None: ...
+
+
 for command in (demo, estimate, ingest, ask, chat, explain, doctor, calibrate):
     app.command()(command)
 app.add_typer(store, name="store")

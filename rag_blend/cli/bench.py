@@ -26,6 +26,7 @@ from rag_blend.cli.common import (
     task_names,
     user_errors,
 )
+from rag_blend.errors import install_hint
 
 if TYPE_CHECKING:
     from rag_blend.evaluation import QualityReport
@@ -77,7 +78,7 @@ def quality(
 
     Example: rag-blend bench quality --model path/to/model --data questions.jsonl --policy published --policy default
     """
-    with user_errors():
+    with user_errors(resumes=True):
         from rag_blend.evaluation import Policy, QualityBench
 
         chosen = [Policy.parse(text) for text in policy or _POLICIES]
@@ -126,7 +127,7 @@ def _plots(report: QualityReport, out: Path) -> list[Path]:
     try:
         return draw_plots(report, out)
     except ImportError:
-        typer.echo('rag-blend: no plots, matplotlib is missing: pip install "rag-blend[bench]"', err=True)
+        typer.echo(f"rag-blend: no plots, matplotlib is missing; {install_hint('bench')}", err=True)
         return []
 
 

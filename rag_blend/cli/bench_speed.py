@@ -7,7 +7,17 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from rag_blend.cli.common import DtypeOption, ModelOption, console_of, load_model, read_cases, table_with, user_errors
+from rag_blend.cli.common import (
+    DeviceOption,
+    DtypeOption,
+    ModelOption,
+    console_of,
+    load_model,
+    read_cases,
+    table_with,
+    user_errors,
+)
+from rag_blend.errors import install_hint
 
 if TYPE_CHECKING:
     from rag_blend.evaluation.speed.report import SpeedReport
@@ -40,6 +50,7 @@ def ttft(
     out: OutOption = _OUT,
     as_json: JsonReportOption = False,
     dtype: DtypeOption = "float32",
+    device: DeviceOption = None,
 ) -> None:
     """Time to first token: full prefill, a prefix cache, CacheBlend as published, and rag_blend.
 
@@ -49,7 +60,7 @@ def ttft(
         from rag_blend.evaluation.speed.ttft import measure_ttft
 
         wanted = _counts("lengths", lengths)
-        loaded, tokenizer = load_model(model, dtype)
+        loaded, tokenizer = load_model(model, dtype, device)
         texts = _texts(tokenizer, chunk_tokens, data)
         _finish(measure_ttft(loaded, tokenizer, texts, wanted, rounds, out, progress=not as_json), out, as_json)
 
@@ -70,6 +81,7 @@ def pipeline(
     out: OutOption = _OUT,
     as_json: JsonReportOption = False,
     dtype: DtypeOption = "float32",
+    device: DeviceOption = None,
 ) -> None:
     """Time to first token from stores of several speeds, beside loading alone and computing alone.
 
@@ -81,7 +93,7 @@ def pipeline(
 
         speeds = _numbers("rates", rates)
         policies = [Policy.parse(text) for text in policy or ("sample/heads", "default")]
-        loaded, tokenizer = load_model(model, dtype)
+        loaded, tokenizer = load_model(model, dtype, device)
         texts = _texts(tokenizer, chunk_tokens, data)
         report = measure_pipeline(
             loaded, tokenizer, texts, length, speeds, policies, rounds, out, latency_ms / 1e3, progress=not as_json
@@ -103,6 +115,7 @@ def control(
     out: OutOption = _OUT,
     as_json: JsonReportOption = False,
     dtype: DtypeOption = "float32",
+    device: DeviceOption = None,
 ) -> None:
     """An engine that decides by itself what to reuse, beside full prefill: is it ever slower?
 
@@ -114,7 +127,7 @@ def control(
         wanted = _counts("lengths", lengths)
         places = list(dict.fromkeys(store.strip() for store in stores.split(",")))
         sweep = Sweep(wanted, _numbers("hits", hits, or_zero=True), places, latency_ms / 1e3)
-        loaded, tokenizer = load_model(model, dtype)
+        loaded, tokenizer = load_model(model, dtype, device)
         _finish(measure_control(loaded, tokenizer, sweep, rounds, out, not as_json), out, as_json)
 
 
@@ -130,6 +143,7 @@ def throughput(
     out: OutOption = _OUT,
     as_json: JsonReportOption = False,
     dtype: DtypeOption = "float32",
+    device: DeviceOption = None,
 ) -> None:
     """Requests a second, latency and memory with several clients at once.
 
@@ -139,7 +153,7 @@ def throughput(
         from rag_blend.evaluation.speed.throughput import Load, measure_throughput
 
         load = Load(requests, _counts("concurrency", concurrency), max_new_tokens)
-        loaded, tokenizer = load_model(model, dtype)
+        loaded, tokenizer = load_model(model, dtype, device)
         texts = _texts(tokenizer, chunk_tokens, data)
         _finish(measure_throughput(loaded, tokenizer, texts, length, load, rounds, out, not as_json), out, as_json)
 
@@ -153,6 +167,7 @@ def ingest(
     out: OutOption = _OUT,
     as_json: JsonReportOption = False,
     dtype: DtypeOption = "float32",
+    device: DeviceOption = None,
 ) -> None:
     """Tokens a second that are ingested, beside plain batched prefill of the same chunks.
 
@@ -161,7 +176,7 @@ def ingest(
     with user_errors("bench"):
         from rag_blend.evaluation.speed.ingestion import measure_ingestion
 
-        loaded, tokenizer = load_model(model, dtype)
+        loaded, tokenizer = load_model(model, dtype, device)
         texts = _texts(tokenizer, chunk_tokens, data)
         _finish(measure_ingestion(loaded, tokenizer, texts, chunks, rounds, out, not as_json), out, as_json)
 
@@ -225,7 +240,7 @@ def _finish(report: SpeedReport, out: Path, as_json: bool) -> None:
         draw_plot(report, out / f"{report.view.name}.png")
         written.append(out / f"{report.view.name}.png")
     except ImportError:
-        typer.echo('rag-blend: no plot, matplotlib is missing: pip install "rag-blend[bench]"', err=True)
+        typer.echo(f"rag-blend: no plot, matplotlib is missing; {install_hint('bench')}", err=True)
     if as_json:
         typer.echo(report.to_json(), nl=False)
         return

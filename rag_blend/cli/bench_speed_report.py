@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Annotated
 
@@ -17,6 +18,9 @@ def report(
     out: Annotated[
         Path | None, typer.Option(help="Write the page here, with plots in images beside it.", metavar="FILE")
     ] = None,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print sections, their files and what was written, as JSON.")
+    ] = False,
 ) -> None:
     """Put the results of ttft, pipeline, control, throughput, ingest, match and of peers together, in Markdown.
 
@@ -26,8 +30,12 @@ def report(
         from rag_blend.evaluation.speed.page import page_of, read_results, write_page
 
         results = read_results(directories)
-        if out is None:
+        written = [] if out is None else write_page(results, out)
+        if as_json:
+            sections = [{"title": title, "files": [str(file) for file in files]} for title, files in results.sections()]
+            page = page_of(results) if out is None else None
+            typer.echo(json.dumps({"sections": sections, "written": [str(path) for path in written], "page": page}))
+        elif out is None:
             typer.echo(page_of(results), nl=False)
         else:
-            write_page(results, out)
             typer.echo(str(out))

@@ -13,7 +13,7 @@ class Bill:
     """What is to be stored.
 
     Attributes:
-        chunks: How many chunks.
+        chunks: How many chunks; those that are too short to be cached do not count.
         tokens: Their tokens.
         bytes: Their caches, about.
     """
@@ -31,17 +31,33 @@ def bill_of(texts: Sequence[str], tokenizer: Callable[[str], list[int]], token_b
         tokenizer: From a text to its token ids.
         token_bytes: See `bytes_per_token`.
     """
-    distinct = set(texts)
-    tokens = sum(len(tokenizer(text)) for text in distinct)
-    return Bill(len(distinct), tokens, round(tokens * token_bytes))
+    from rag_blend.ingest import MIN_CHUNK_TOKENS
+
+    lengths = [length for text in set(texts) if (length := len(tokenizer(text))) >= MIN_CHUNK_TOKENS]
+    return Bill(len(lengths), sum(lengths), round(sum(lengths) * token_bytes))
 
 
-def bytes_per_token(model: str, codec: str) -> float:
+def quota_warning(num_bytes: int, quota: int | None, place: str) -> str | None:
+    """What to say, before anything is ingested, if a place does not hold so much."""
+    from rag_blend.sizes import format_bytes
+
+    if quota is None or num_bytes <= quota:
+        return None
+    return (
+        f"the caches take about {format_bytes(num_bytes)}, but {place} holds {format_bytes(quota)} at most: what was "
+        "not used for longest will be missing. Give it more room with --storage 'disk://DIR?quota=...' --index DIR, or "
+        "write less: --codec int8 or int4"
+    )
+
+
+def bytes_per_token(model: str, codec: str, on_unsupported: str = "error") -> float:
     """What a token takes in all layers: made-up rows of the model's shape, written down by the codec.
 
     Args:
         model: Directory or hub id of the model.
         codec: Name of the codec.
+        on_unsupported: See `BlendEngine`. Of a model that is served without blending, nothing is cached: 0. With
+            "calibrated", a calibration is taken to have passed.
 
     Raises:
         UnsupportedModelError: Chunks of this model cannot be cached.
@@ -52,12 +68,19 @@ def bytes_per_token(model: str, codec: str) -> float:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     from rag_blend.codecs import codec_of
+    from rag_blend.errors import UnsupportedModelError
     from rag_blend.models import adapter_for
 
     chosen = codec_of(codec)
     with torch.device("meta"):  # shapes without weights
         config = AutoConfig.from_pretrained(model)
-        adapter = adapter_for(AutoModelForCausalLM.from_config(config, attn_implementation="sdpa"))
+        shape = AutoModelForCausalLM.from_config(config)
+    try:
+        adapter = adapter_for(shape, windows=on_unsupported == "calibrated")
+    except UnsupportedModelError:
+        if on_unsupported == "error":
+            raise
+        return 0.0
     rows = torch.randn(2, adapter.num_kv_heads, _SAMPLE_TOKENS, adapter.head_dim)
     encoded = chosen.encode(rows.half() if chosen.lossless else rows)
     return adapter.num_layers * len(encoded) / _SAMPLE_TOKENS

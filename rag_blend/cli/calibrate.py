@@ -98,5 +98,5 @@ def _show(found: Calibration, storage: str) -> None:
         for result in found.results
     )
     console.print(table_with(title, ("candidate", "KL", "agreement", "recomputed", "gain", "passed"), rows))
-    choice = found.results[-1].candidate.name if verdict.passed else "full prefill: nothing met the target"
+    choice = found.results[-1].candidate.name if verdict.passed else "full prefill: nothing faster met the target"
     console.print(f'Engines on {storage} that have recompute_ratio="auto" now use {choice}.', highlight=False)

@@ -7,11 +7,12 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+from rag_blend_app.terminal import printable
 
 from rag_blend.cli.collection import (
     IndexOption,
     MovedModelOption,
-    StoreOption,
+    StorageOption,
     TokensOption,
     TopKOption,
     conversation_with,
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
 
 
 def chat(
-    store: StoreOption = "kv",
+    storage: StorageOption = "kv",
     index: IndexOption = None,
     model: MovedModelOption = None,
     top_k: TopKOption = 4,
@@ -36,15 +37,17 @@ def chat(
 ) -> None:
     """Like ask, again and again, with the conversation in mind. An empty line or Ctrl-D ends it, Ctrl-C an answer.
 
-    Questions may also be piped in, one a line.
+    Questions may also be piped in, one a line; then empty lines are passed over, and Ctrl-C ends everything.
 
-    Example: rag-blend chat --store kv
+    Example: rag-blend chat --storage kv
     """
-    with user_errors("app"), conversation_with(store, index, model, top_k, max_new_tokens, dtype) as conversation:
+    with user_errors("app"), conversation_with(storage, index, model, top_k, max_new_tokens, dtype) as conversation:
         for question in _questions():
             try:
                 print_answer(conversation, question, as_json, _show)
             except KeyboardInterrupt:
+                if not _at_a_terminal():
+                    raise
                 typer.echo(" (stopped)")
 
 
@@ -73,4 +76,4 @@ def _typed() -> str:
 
 def _show(reply: Reply) -> None:
     names = ", ".join(dict.fromkeys(short(source.document) for source in reply.sources))
-    typer.secho(f"\n[{names}; {figures_of(reply)}]\n", dim=True)
+    typer.secho(f"\n[{printable(names)}; {figures_of(reply)}]\n", dim=True)

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator, Sequence
+import re
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from rag_blend_app.terminal import printable
 
-from rag_blend.errors import RagBlendError
+from rag_blend.cli.models import model_directory
+from rag_blend.errors import RagBlendError, install_hint
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -19,8 +22,9 @@ if TYPE_CHECKING:
 
 TASKS = ("unanswerable", "copy", "lookup")
 _DTYPES = ("float32", "bfloat16", "float16")
+_DEVICES = ("cpu", "cuda")  # another GPU than the first: CUDA_VISIBLE_DEVICES
 
-ModelOption = Annotated[Path, typer.Option("--model", help="Directory of a Hugging Face model.", metavar="DIR")]
+ModelOption = Annotated[Path, typer.Option("--model", help="A Hugging Face model's directory, or demo.", metavar="DIR")]
 DataOption = Annotated[
     list[Path], typer.Option("--data", help="JSON lines of cases or articles; may be repeated.", metavar="FILE")
 ]
@@ -28,6 +32,12 @@ PassagesOption = Annotated[
     int | None, typer.Option("--passages", min=1, help="Passages per prompt; default: what the file has, or 10.")
 ]
 DtypeOption = Annotated[str, typer.Option("--dtype", help=f"What the model computes in: {', '.join(_DTYPES)}.")]
+DeviceOption = Annotated[
+    str | None,
+    typer.Option(
+        "--device", help=f"Where the model computes: {', '.join(_DEVICES)}; default: cuda where there is one."
+    ),
+]
 OwnDtypeOption = Annotated[
     str | None, typer.Option("--dtype", help="What the model computes in; default: as the engine.")
 ]
@@ -38,26 +48,45 @@ JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 
 @contextlib.contextmanager
-def user_errors(extra: str | None = None) -> Iterator[None]:
+def user_errors(extra: str | None = None, resumes: bool = False, arguments: Collection[str] = ()) -> Iterator[None]:
     """What a user can do something about becomes one line and exit status 2; anything else is a bug and says where.
+
+    Ctrl-C becomes a line and exit status 130, which is what shells expect of it.
 
     Args:
         extra: What to install when a module is missing whose own error does not say so.
+        resumes: Whether a command that was interrupted goes on where it was when it is run again.
+        arguments: Python's names of options that the command has, where errors advise to use them.
     """
     try:
         yield
+    except KeyboardInterrupt:
+        complain("interrupted" + ("; run the same command again, it resumes" if resumes else ""))
+        raise typer.Exit(130) from None
     except (RagBlendError, OSError, ValueError) as error:
-        complaint = str(error)
+        complaint = _with_options(str(error), arguments)
     except ModuleNotFoundError as error:
         complaint = str(error)
         if "pip install" not in complaint:
             if extra is None:
                 raise
-            complaint += f': pip install "rag-blend[{extra}]"'
+            complaint += f"; {install_hint(extra)}"
     else:
         return
-    typer.echo(f"rag-blend: {' '.join(complaint.split())}", err=True)
+    complain(complaint)
     raise typer.Exit(2)
+
+
+def _with_options(complaint: str, arguments: Collection[str]) -> str:
+    """Arguments as somebody at a shell writes them: from `on_unsupported='full'` to `--on-unsupported full`."""
+    for name in arguments:
+        complaint = re.sub(rf"\b{name}='(\w+)'", rf"--{name.replace('_', '-')} \1", complaint)
+    return complaint
+
+
+def complain(about: str) -> None:
+    """A line on standard error; file names and what is quoted from files may hold anything."""
+    typer.echo(f"rag-blend: {printable(' '.join(about.split()))}", err=True)
 
 
 def given(**options: Any) -> dict[str, Any]:
@@ -109,23 +138,23 @@ def read_cases(
     return cases
 
 
-def load_model(path: Path, dtype: str | None) -> tuple[Any, Any]:
-    """Model and tokenizer from a directory; without a dtype, as `BlendEngine.from_pretrained` loads them.
+def load_model(path: Path, dtype: str | None, device: str | None = None) -> tuple[Any, Any]:
+    """Model and tokenizer from a directory; without dtype or device, as `BlendEngine.from_pretrained` loads them.
 
     Raises:
-        ValueError: The dtype is none of those that models compute in.
+        ValueError: The dtype is none of those that models compute in, or there is no such device.
         OSError: There is no such model.
     """
-    if not path.is_dir():
-        raise FileNotFoundError(f"there is no model directory {str(path)!r}")
     checked_dtype(dtype)
+    checked_device(device)
+    path = model_directory(path)
     import torch
     from transformers.utils.logging import disable_progress_bar
 
     from rag_blend.loading import load
 
     disable_progress_bar()  # of loading weights: noise between our own
-    return load(path, dtype=getattr(torch, dtype) if dtype else None)
+    return load(path, device, getattr(torch, dtype) if dtype else None)
 
 
 def checked_dtype(dtype: str | None) -> str | None:
@@ -137,6 +166,25 @@ def checked_dtype(dtype: str | None) -> str | None:
     if dtype is not None and dtype not in _DTYPES:
         raise ValueError(f"unknown dtype {dtype!r}; known: {', '.join(_DTYPES)}")
     return dtype
+
+
+def checked_device(device: str | None) -> str | None:
+    """The same name.
+
+    Raises:
+        ValueError: It is none of those that models compute on, or torch finds no such device here.
+    """
+    if device is not None and device not in _DEVICES:
+        raise ValueError(f"unknown device {device!r}; known: {', '.join(_DEVICES)}")
+    if device == "cuda":
+        import torch
+
+        if not torch.cuda.is_available():
+            raise ValueError(
+                f"torch {torch.__version__} finds no CUDA device here: use --device cpu, or install the driver and the "
+                "build of torch that fit the GPU"
+            )
+    return device
 
 
 def console_of() -> Console:

@@ -11,6 +11,7 @@ from typing import Annotated
 import typer
 
 from rag_blend.cli.common import user_errors
+from rag_blend.cli.models import DEMO, model_directory
 
 
 def demo(
@@ -22,9 +23,7 @@ def demo(
             help="Your own .txt, .md and .rst files; default: a part of the Python language reference.",
         ),
     ] = None,
-    model: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="Another model; default: SmolLM2-135M-Instruct.")
-    ] = None,
+    model: Annotated[Path, typer.Option(metavar="DIR", help="A model; demo: SmolLM2-135M-Instruct.")] = Path(DEMO),
     storage: Annotated[Path, typer.Option(metavar="DIR", help="Where KV caches live.")] = Path(".demo/kv"),
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False,
 ) -> None:
@@ -33,14 +32,14 @@ def demo(
     Run it twice: the second time, nothing is prefilled at the start. Example: rag-blend demo --documents docs/
     """
     started = time.perf_counter()
-    with user_errors("demo"):
+    with user_errors("demo", resumes=True):
         from rag_blend_app.demo import medians, run
         from rich.console import Console
         from transformers.utils.logging import disable_progress_bar
 
         disable_progress_bar()
         console = Console(width=100, quiet=as_json)
-        rows = run(model or _demo_model(), documents, storage, console)
+        rows = run(model_directory(model), documents, storage, console)
         if as_json:
             answers = [
                 {name: {"text": a.generation.text, **asdict(a.generation.stats)} for name, a in row.items()}
@@ -48,13 +47,3 @@ def demo(
             ]
             typer.echo(json.dumps({"medians": medians(rows), "answers": answers}))
         console.print(f"{time.perf_counter() - started:.0f} s in all")
-
-
-def _demo_model() -> Path:
-    from rag_blend.demo import DemoModelMissingError, demo_model_dir
-
-    try:
-        return demo_model_dir()
-    except DemoModelMissingError as error:
-        typer.echo(f"rag-blend: {error}", err=True)  # lines to copy, which `user_errors` would join
-        raise typer.Exit(2) from None

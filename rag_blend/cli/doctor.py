@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 def doctor(
-    model: Annotated[Path, typer.Argument(help="Directory of a Hugging Face model.", metavar="MODEL")],
+    model: Annotated[Path, typer.Argument(help="Directory of a Hugging Face model, or demo.", metavar="MODEL")],
     storage: Annotated[
         Path | None, typer.Option(help="A store, to say which calibration its engines follow.", metavar="DIR")
     ] = None,

@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from rag_blend_app.terminal import printable
 
-from rag_blend.cli.collection import IndexOption, StoreOption, TopKOption, conversation_with
+from rag_blend.cli.collection import IndexOption, StorageOption, TopKOption, conversation_with
 from rag_blend.cli.common import (
     OwnDtypeOption,
     PrimeOption,
@@ -36,8 +37,10 @@ def explain(
         ),
     ] = None,
     file: Annotated[Path | None, typer.Option(help="A file with the prompt or question.", metavar="FILE")] = None,
-    store: StoreOption = "kv",
-    model: Annotated[Path | None, typer.Option(help="Directory of a Hugging Face model.", metavar="DIR")] = None,
+    storage: StorageOption = "kv",
+    model: Annotated[
+        Path | None, typer.Option(help="A Hugging Face model's directory, or demo.", metavar="DIR")
+    ] = None,
     namespace: Annotated[str, typer.Option(help="Tenant; like the next five, with --model.")] = "default",
     prime: PrimeOption = None,
     prime_tokens: PrimeTokensOption = None,
@@ -58,18 +61,17 @@ def explain(
 ) -> None:
     """Say which tokens of a prompt are reused, recomputed and fresh, and why; and what to do where none is reused.
 
-    Example: rag-blend explain --model path/to/model --store kv --file prompt.txt --html prompt.html
+    Example: rag-blend explain --model path/to/model --storage kv --file prompt.txt --html prompt.html
     """
     with user_errors("app"):
         text = _text_of(prompt, file)
-        if "://" not in store and not Path(store).is_dir():
-            raise FileNotFoundError(f"there is no store {store!r}")
+        _expect_there(storage)
         if model is None:
-            found, policy = _question(text, store, index, top_k, dtype)
+            found, policy = _question(text, storage, index, top_k, dtype)
         else:
             priming = given(prime=prime, prime_tokens=prime_tokens, prime_texts=prime_texts)
             options = {"namespace": namespace, "any_head": any_head, **priming}
-            found, policy = _whole_prompt(text, store, load_model(model, dtype), special_tokens, options)
+            found, policy = _whole_prompt(text, storage, load_model(model, dtype), special_tokens, options)
         if html is not None:
             found.served.save_html(html)
         if as_json:
@@ -86,28 +88,44 @@ def _text_of(prompt: str | None, file: Path | None) -> str:
     return prompt
 
 
+def _expect_there(storage: str) -> None:
+    """Opening a store would make one.
+
+    Raises:
+        FileNotFoundError: It is a directory that does not exist.
+    """
+    from rag_blend.storage import directory_of
+
+    directory = directory_of(storage)
+    if directory is not None and not directory.is_dir():
+        raise FileNotFoundError(f"there is no store {storage!r}")
+
+
 def _whole_prompt(
-    prompt: str, store: str, loaded: tuple[Any, Any], special_tokens: bool | None, options: dict[str, Any]
+    prompt: str, storage: str, loaded: tuple[Any, Any], special_tokens: bool | None, options: dict[str, Any]
 ) -> tuple[Explanation, str]:
     from rag_blend.engine import BlendEngine
     from rag_blend.explain import explain as find
     from rag_blend.storage import open_storage
 
-    backend = open_storage(store)
-    with BlendEngine(*loaded, backend, on_unsupported="full", **options) as engine:
+    backend = open_storage(storage)
+    # "calibrated": what is not blended is still explained, and with sliding windows, what `ask` does.
+    with BlendEngine(*loaded, backend, on_unsupported="calibrated", **options) as engine:
         prefill = engine.prefill(prompt, add_special_tokens=special_tokens)
         return find(engine, backend, options["namespace"], prefill), str(engine.policy)
 
 
-def _question(question: str, store: str, index: Path | None, top_k: int, dtype: str | None) -> tuple[Explanation, str]:
+def _question(
+    question: str, storage: str, index: Path | None, top_k: int, dtype: str | None
+) -> tuple[Explanation, str]:
     """Ask as ``rag-blend ask`` does, for one token."""
     from rag_blend.explain import explain as find
     from rag_blend.storage import open_storage
 
     or_else = "; or give --model, and the whole prompt with the retrieved texts"
     with (
-        conversation_with(store, index, None, top_k, 1, dtype, or_else) as conversation,
-        closing(open_storage(store)) as backend,
+        conversation_with(storage, index, None, top_k, 1, dtype, or_else) as conversation,
+        closing(open_storage(storage)) as backend,
         conversation.llm.engine.listening() as answers,
     ):
         "".join(conversation.answer(conversation.look_up(question)))
@@ -162,7 +180,7 @@ def _show(found: Explanation, policy: str, html: Path | None) -> None:
         counts = (f"{tokens[name]:,}" if tokens[name] else "" for name in kinds)
         place = f"{stretch.start:,}-{stretch.end - 1:,}"
         # As `Text`: what stands in a prompt is no markup.
-        table.add_row(place, str(stretch.chunk or ""), *counts, Text(stretch.text), Text(stretch.why))
+        table.add_row(place, str(stretch.chunk or ""), *counts, Text(printable(stretch.text)), Text(stretch.why))
     console = console_of()
     console.print(table, highlight=False)
     for hint in found.hints:

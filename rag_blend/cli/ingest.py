@@ -3,26 +3,30 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
-from contextlib import ExitStack, closing
+import os
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, ExitStack, closing
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from rag_blend.cli.bill import Bill, bill_of, bytes_per_token
+from rag_blend.cli.bill import Bill, bill_of, bytes_per_token, quota_warning
 from rag_blend.cli.cluster import RayGpusOption, RayOption, RayWorkersOption, cluster_at
 from rag_blend.cli.collection import (
     ChunkOption,
     CodecOption,
     IndexOption,
+    OnUnsupportedOption,
     PathsArgument,
-    StoreOption,
+    StorageOption,
+    checked_on_unsupported,
     index_of,
     read_documents,
 )
-from rag_blend.cli.common import JsonOption, OwnDtypeOption, checked_dtype, user_errors
+from rag_blend.cli.common import JsonOption, OwnDtypeOption, checked_dtype, complain, user_errors
+from rag_blend.cli.models import model_named
 
 if TYPE_CHECKING:
     from rag_blend_app.collection import Changes, Collection, Facts
@@ -36,14 +40,15 @@ def ingest(
     paths: PathsArgument,
     model: Annotated[
         str | None,
-        typer.Option("--model", metavar="MODEL", help="Directory or hub id; not needed for what was ingested before."),
+        typer.Option("--model", metavar="MODEL", help="Directory, hub id, or demo; not needed again."),
     ] = None,
-    store: StoreOption = "kv",
+    storage: StorageOption = "kv",
     index: IndexOption = None,
     chunk_tokens: ChunkOption = None,
     codec: CodecOption = "raw",
     namespace: Annotated[str | None, typer.Option(help="Tenant; default: default.")] = None,
     dtype: OwnDtypeOption = None,
+    on_unsupported: OnUnsupportedOption = None,
     ray: RayOption = None,
     ray_workers: RayWorkersOption = 1,
     ray_gpus: RayGpusOption = 0.0,
@@ -54,29 +59,32 @@ def ingest(
     Run it again to go on after an interruption, or when files have changed: only what is new is computed, and of a
     directory, what is gone from it is forgotten. The exit status is 1 if a file could not be read; the others are in.
 
-    Example: rag-blend ingest docs/ handbook.pdf --model HuggingFaceTB/SmolLM2-1.7B-Instruct --store kv
+    Example: rag-blend ingest docs/ handbook.pdf --model HuggingFaceTB/SmolLM2-1.7B-Instruct --storage kv
     """
-    with user_errors("app"), ExitStack() as stack:
+    with user_errors("app", resumes=True, arguments=("on_unsupported",)), ExitStack() as stack:
         from rag_blend_app.collection import Collection, facts_of
         from rag_blend_app.conversation import PROMPT
         from rag_blend_app.llm import llm_for
+        from rag_blend_app.lock import alone_in
 
-        on_cluster = None if ray is None else stack.enter_context(cluster_at(ray))
-        directory = index_of(store, index)
+        directory = index_of(storage, index)
+        _expect_writable(storage)
+        stack.enter_context(alone_in(directory))
         known = facts_of(directory)
-        facts = _agreed(known, model, namespace, chunk_tokens)
-        llm = llm_for(facts, store, codec=codec, dtype=checked_dtype(dtype))
-        token_bytes = bytes_per_token(facts.model, codec)
+        facts = _agreed(known, model, namespace, chunk_tokens, checked_on_unsupported(on_unsupported))
+        on_cluster = None if ray is None else stack.enter_context(_cluster_for(facts, ray))
+        llm = llm_for(facts, storage, codec=codec, dtype=checked_dtype(dtype))
+        token_bytes = bytes_per_token(facts.model, codec, facts.on_unsupported)
         reading = read_documents(paths, progress=not as_json)
         collection = Collection.new(facts) if known is None else Collection.load(directory, facts)
         changes = collection.update(reading.documents, _gone(collection, paths, reading), progress=not as_json)
         chunks = collection.chunks()
         bill = bill_of([chunk.get_content().strip() for chunk in chunks], llm.tokenizer, token_bytes)
-        _announce(bill, changes, store, as_json)
+        _announce(bill, changes, storage, as_json)
         with closing(llm):
             if outdated := [*changes.replaced, *changes.removed]:
                 llm.engine.forget(outdated)
-            collection.save(directory)
+            collection.save(directory, pending=bill.chunks)
             report: IngestReport | BulkReport
             if on_cluster is None:
                 report = llm.attach(collection.index, text_qa_template=PROMPT, show_progress=not as_json)
@@ -84,7 +92,7 @@ def ingest(
                 report = on_cluster(
                     chunks,
                     model=facts.model,
-                    storage=store,
+                    storage=storage,
                     workers=ray_workers,
                     num_gpus=ray_gpus,
                     head=llm.head_of(None, PROMPT, None),
@@ -93,17 +101,25 @@ def ingest(
                     dtype=dtype,
                     progress=not as_json,
                 )
+            collection.complete(directory)
+            can_blend = on_cluster is not None or llm.engine.can_blend
         if as_json:
-            documents = {**asdict(changes), "unread": reading.unread}
+            documents = {**asdict(changes), **reading.oddities}
             done = {"documents": documents, "estimate": asdict(bill), "report": asdict(report), "index": str(directory)}
             typer.echo(json.dumps(done))
         else:
-            _show(report, store)
+            _show(report, storage, can_blend)
     if reading.unread:
         raise typer.Exit(1)
 
 
-def _agreed(known: Facts | None, model: str | None, namespace: str | None, chunk_tokens: int | None) -> Facts:
+def _agreed(
+    known: Facts | None,
+    model: str | None,
+    namespace: str | None,
+    chunk_tokens: int | None,
+    on_unsupported: str | None,
+) -> Facts:
     """What a collection is made with, or was.
 
     Raises:
@@ -111,19 +127,34 @@ def _agreed(known: Facts | None, model: str | None, namespace: str | None, chunk
     """
     from rag_blend_app.collection import CHUNK_TOKENS, Facts
 
-    if model is not None and Path(model).is_dir():
-        model = str(Path(model).resolve())  # whoever asks may stand elsewhere
     if known is None:
         if model is None:
             raise ValueError("which model is to answer? Name a directory or hub id: --model MODEL")
-        return Facts(model, namespace or "default", chunk_tokens or CHUNK_TOKENS)
+        return Facts(
+            model_named(model), namespace or "default", chunk_tokens or CHUNK_TOKENS, on_unsupported or "error"
+        )
     for option, given, there in (
         ("--namespace", namespace, known.namespace),
         ("--chunk-tokens", chunk_tokens, known.chunk_tokens),
     ):
         if given not in (None, there):
             raise ValueError(f"this collection has {option} {there}; another one needs a directory of its own: --index")
-    return replace(known, model=model or known.model)
+    unsupported = on_unsupported or known.on_unsupported
+    return replace(known, model=model_named(model or known.model), on_unsupported=unsupported)
+
+
+def _cluster_for(facts: Facts, address: str) -> AbstractContextManager[Callable[..., BulkReport]]:
+    """See `cluster_at`.
+
+    Raises:
+        ValueError: The model may turn out not to be blended: then there is nothing for workers to do.
+    """
+    if facts.on_unsupported != "error":
+        raise ValueError(
+            f"--ray is for models that are blended, so it does not go with --on-unsupported {facts.on_unsupported}: "
+            "ingest without --ray, or with --on-unsupported error"
+        )
+    return cluster_at(address)
 
 
 def _gone(collection: Collection, paths: Sequence[Path], reading: Reading) -> list[str]:
@@ -137,12 +168,22 @@ def _gone(collection: Collection, paths: Sequence[Path], reading: Reading) -> li
     ]
 
 
-def _announce(bill: Bill, changes: Changes, store: str, as_json: bool) -> None:
+def _expect_writable(storage: str) -> None:
+    """Complain now, not when the first chunk is computed.
+
+    Raises:
+        PermissionError: The store is a directory that cannot be written.
+    """
+    if Path(storage).is_dir() and not os.access(storage, os.W_OK | os.X_OK):
+        raise PermissionError(f"{storage} cannot be written: ask may use it, ingest needs another --storage, or rights")
+
+
+def _announce(bill: Bill, changes: Changes, storage: str, as_json: bool) -> None:
     """Say what it will take, before it is taken."""
     from rag_blend.sizes import format_bytes
     from rag_blend.storage import open_storage
 
-    with closing(open_storage(store)) as backend:
+    with closing(open_storage(storage)) as backend:
         quota = backend.stats().quota_bytes
     if not as_json:
         typer.echo(
@@ -150,20 +191,18 @@ def _announce(bill: Bill, changes: Changes, store: str, as_json: bool) -> None:
             f"in all {bill.chunks:,} chunks, {bill.tokens:,} tokens, about {format_bytes(bill.bytes)} of caches"
             + ("" if quota is None else f" (at most {format_bytes(quota)})")
         )
-    if quota is not None and bill.bytes > quota:
-        typer.echo(
-            f"rag-blend: {store} holds {format_bytes(quota)} at most: what was not used for longest will be missing. "
-            'Give it more room ("disk://DIR?quota=...", with --index), or write less: --codec int8 or int4',
-            err=True,
-        )
+    if warning := quota_warning(bill.bytes, quota, storage):
+        complain(warning)
 
 
-def _show(report: IngestReport | BulkReport, store: str) -> None:
+def _show(report: IngestReport | BulkReport, storage: str, can_blend: bool) -> None:
     from rag_blend.sizes import format_bytes
 
     speed = f" ({report.tokens / report.seconds:,.0f} tokens/s)" if report.chunks else ""
     typer.echo(
         f"{report.chunks:,} chunks cached in {report.seconds:.0f} s{speed}, {format_bytes(report.bytes)} written; "
         f"{report.skipped:,} were cached already or are too short"
+        if can_blend
+        else "nothing is cached: served by full prefill"
     )
-    typer.echo(f'Ask: rag-blend ask "..." --store {store}')
+    typer.echo(f'Ask: rag-blend ask "..." --storage {storage}')

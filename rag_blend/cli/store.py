@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+from rag_blend_app.terminal import printable
 
 from rag_blend.cli.common import JsonOption, console_of, user_errors
 
@@ -80,27 +81,27 @@ def verify(
 
 @store.command()
 def gc(
-    storage: Annotated[Path, typer.Argument(metavar="DIR", help="A directory of caches.")],
-    quota: Annotated[str, typer.Option(help="What it may hold afterwards: 20GB, 512MiB, ...")],
+    storage: Annotated[str, typer.Argument(metavar="DIR", help="A directory of caches, or disk://DIR?quota=...")],
+    quota: Annotated[
+        str | None, typer.Option(help="What it may hold afterwards: 20GB, 512MiB, ...; default: its own quota.")
+    ] = None,
     as_json: JsonOption = False,
 ) -> None:
     """Remove the entries that were not used for longest until a directory is within a quota, and left-over files.
 
     Example: rag-blend store gc kv/ --quota 20GB
     """
-    with user_errors():
+    with user_errors(), _opened(storage) as backend:
         from rag_blend.sizes import parse_bytes
         from rag_blend.storage.disk import DiskBackend
 
-        if not storage.is_dir():
-            raise FileNotFoundError(f"there is no directory {str(storage)!r}")
-        backend = DiskBackend(storage, parse_bytes(quota))
-        try:
-            before = backend.stats()
-            backend.trim()
-            after = backend.stats()
-        finally:
-            backend.close()
+        if not isinstance(backend, DiskBackend):
+            raise ValueError("only a directory has a quota that it can be trimmed to")
+        if quota is not None:
+            backend.quota_bytes = parse_bytes(quota)
+        before = backend.stats()
+        backend.trim()
+        after = backend.stats()
         removed, freed = before.entries - after.entries, before.bytes - after.bytes
         if as_json:
             _print_json({"removed": removed, "freed_bytes": freed, "entries": after.entries, "bytes": after.bytes})
@@ -170,18 +171,19 @@ def import_(
 
     Example: rag-blend store import kv.tar redis://host/0
     """
-    with user_errors(), _opened(storage, must_exist=False) as backend:
+    # The file first: opening the store may make it.
+    with user_errors(), source.open("rb") as file, _opened(storage, must_exist=False) as backend:
         from tqdm import tqdm
 
         from rag_blend.maintenance import import_ as take_in
 
-        with source.open("rb") as file, tqdm(desc="files", unit="", disable=as_json) as bar:
+        with tqdm(desc="files", unit="", disable=as_json) as bar:
             report = take_in(backend, file, bar.update)
         if as_json:
             _print_json({"entries": report.entries, "refused": report.refused})
         else:
             for name, reason in report.refused.items():
-                typer.echo(f"refused  {name}  {reason}")
+                typer.echo(printable(f"refused  {name}  {reason}"))  # names that somebody else has chosen
             typer.echo(f"{report.entries} entries imported, {len(report.refused)} files refused")
     if report.refused:
         raise typer.Exit(1)
@@ -193,15 +195,30 @@ def _private(path: str, flags: int) -> int:
 
 @contextmanager
 def _opened(storage: str, must_exist: bool = True) -> Iterator[StorageBackend]:
-    from rag_blend.storage import open_storage
+    from rag_blend.storage import directory_of, open_storage
 
-    if must_exist and "://" not in storage and not Path(storage).is_dir():
-        raise FileNotFoundError(f"there is no directory {storage!r}")  # opening it would make one
+    if must_exist and (directory := directory_of(storage)) is not None:
+        _expect_store(directory)
     backend = open_storage(storage)
     try:
         yield backend
     finally:
         backend.close()
+
+
+def _expect_store(directory: Path) -> None:
+    """Opening a store would make one.
+
+    Raises:
+        FileNotFoundError: There is none.
+    """
+    from rag_blend.storage._layout import Layout
+
+    if not directory.is_dir():
+        raise FileNotFoundError(f"there is no directory {str(directory)!r}")
+    traces = (directory / "index.sqlite", directory / "documents.sqlite", directory / "records")
+    if not any(path.exists() for path in traces) and next(Layout(directory).keys(), None) is None:
+        raise FileNotFoundError(f"{str(directory)!r} is no store: no caches were ever written there")
 
 
 def _line(found: StorageStats) -> str:

@@ -12,11 +12,12 @@ import numpy as np
 import torch
 
 from rag_blend.codecs.base import Codec, Shape
+from rag_blend.errors import install_hint
 
 try:
     import zstandard
 except ModuleNotFoundError as missing:
-    raise ModuleNotFoundError(f'{missing}: pip install "rag-blend[zstd]"', name=missing.name) from None
+    raise ModuleNotFoundError(f"{missing}; {install_hint('zstd')}", name=missing.name) from None
 
 _LEVEL = 1  # higher ones take several times as long and save nothing
 _LEAST_WINDOW = 1 << 10  # zstd knows no smaller limit

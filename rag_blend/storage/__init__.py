@@ -7,11 +7,12 @@ import importlib
 import os
 import re
 from collections.abc import Sequence
+from pathlib import Path
 from typing import cast
 
 from rag_blend.storage.base import EntryReader, StorageBackend, StorageStats
 
-__all__ = ["EntryReader", "StorageBackend", "StorageStats", "open_storage"]
+__all__ = ["EntryReader", "StorageBackend", "StorageStats", "directory_of", "open_storage"]
 
 _URL = re.compile(r"([A-Za-z][A-Za-z0-9_+.-]*)://(.*)", re.DOTALL)
 _KNOWN = "use a directory, memory://, redis:// or an object store such as s3://"
@@ -55,6 +56,22 @@ def open_storage(where: Place | Sequence[Place] | None) -> StorageBackend:
         raise ValueError(f"no storage backend for {found[1]}:// URLs: {_KNOWN}") from None
     backend = getattr(module, f"{scheme.title().replace('_', '')}Backend")
     return cast(StorageBackend, backend.from_url(rest))
+
+
+def directory_of(where: str) -> Path | None:
+    """The directory that `open_storage` would make; None if a URL keeps its entries elsewhere.
+
+    Raises:
+        ValueError: It is a `disk://` URL without a directory, or with an unknown option.
+    """
+    found = _URL.fullmatch(where)
+    if found is None:
+        return Path(where).expanduser()
+    if found[1].lower() != "disk":
+        return None
+    from rag_blend.storage.disk import directory_and_quota
+
+    return directory_and_quota(found[2])[0]
 
 
 def _directory(path: str) -> StorageBackend:

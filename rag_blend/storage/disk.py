@@ -91,6 +91,22 @@ class _FileReader(EntryReader):
         self.close()
 
 
+def directory_and_quota(rest: str) -> tuple[Path, int | None]:
+    """The directory that a `disk://` URL names, and its quota in bytes. `rest` is what stands behind the slashes.
+
+    Raises:
+        ValueError: It names none, or an option that is not known.
+    """
+    found = _OPTIONS.fullmatch(rest)
+    directory, said = found.groups() if found else (rest, "")
+    options = dict(parse_qsl(said, keep_blank_values=True))
+    if not directory:
+        raise ValueError("disk:// needs a directory")
+    if options.keys() - {"quota"}:
+        raise ValueError(f"disk:// knows the option quota, as in disk://kv?quota=20GB, but not {said!r}")
+    return Path(directory).expanduser(), parse_bytes(options["quota"]) if "quota" in options else None
+
+
 class DiskBackend(StorageBackend):
     """One file per entry, published by temp file + fsync + rename, within a quota.
 
@@ -121,14 +137,7 @@ class DiskBackend(StorageBackend):
     @classmethod
     def from_url(cls, rest: str) -> DiskBackend:
         """`disk://some/dir`, `disk://some/dir?quota=20GB`, or just the directory."""
-        found = _OPTIONS.fullmatch(rest)
-        directory, said = found.groups() if found else (rest, "")
-        options = dict(parse_qsl(said, keep_blank_values=True))
-        if not directory:
-            raise ValueError("disk:// needs a directory")
-        if options.keys() - {"quota"}:
-            raise ValueError(f"disk:// knows the option quota, as in disk://kv?quota=20GB, but not {said!r}")
-        return cls(directory, parse_bytes(options["quota"]) if "quota" in options else None)
+        return cls(*directory_and_quota(rest))
 
     def write(self, key: str, data: bytes, label: bytes = b"") -> None:
         """See `StorageBackend.write`.

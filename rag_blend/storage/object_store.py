@@ -23,7 +23,7 @@ from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from rag_blend.errors import ChunkNotFoundError
+from rag_blend.errors import ChunkNotFoundError, install_hint
 from rag_blend.storage._blocks import FIRST_BYTES, BlockReader, changed_meanwhile
 from rag_blend.storage._guard import DeniedError, Guard
 from rag_blend.storage._guarded import GuardedBackend
@@ -35,7 +35,7 @@ try:
     import obstore.store
     from obstore import exceptions as obstore_errors
 except ModuleNotFoundError as missing:
-    raise ModuleNotFoundError(f'{missing}: pip install "rag-blend[s3]"', name=missing.name) from None
+    raise ModuleNotFoundError(f"{missing}; {install_hint('s3')}", name=missing.name) from None
 
 if TYPE_CHECKING:
     from obstore import ObjectMeta

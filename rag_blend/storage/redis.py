@@ -24,7 +24,7 @@ from collections.abc import Set as AbstractSet
 from typing import Any, NamedTuple
 from urllib.parse import SplitResult, parse_qsl, urlencode, urlsplit
 
-from rag_blend.errors import ChunkNotFoundError, CorruptChunkError
+from rag_blend.errors import ChunkNotFoundError, CorruptChunkError, install_hint
 from rag_blend.storage._blocks import FIRST_BYTES, BlockReader, changed_meanwhile
 from rag_blend.storage._guard import DeniedError, Guard
 from rag_blend.storage._guarded import GuardedBackend
@@ -36,7 +36,7 @@ try:
     from redis.backoff import NoBackoff
     from redis.retry import Retry
 except ModuleNotFoundError as missing:
-    raise ModuleNotFoundError(f'{missing}: pip install "rag-blend[redis]"', name=missing.name) from None
+    raise ModuleNotFoundError(f"{missing}; {install_hint('redis')}", name=missing.name) from None
 
 MAX_VALUE_BYTES = 512 << 20  # Redis' own limit, proto-max-bulk-len
 _KEPT_BAD_S = 24 * 3600

@@ -90,9 +90,15 @@ def test_an_interrupted_ingestion_goes_on(
 
     with monkeypatch.context() as patch:
         patch.setattr("rag_blend.ingest.Ingester.ingest", interrupt)
-        assert run("ingest", documents, "--model", model_dir).exit_code not in (0, 2)
+        stopped = run("ingest", documents, "--model", model_dir)
+    assert stopped.exit_code == 130
+    assert stopped.stderr.endswith("rag-blend: interrupted; run the same command again, it resumes\n")
+    waiting = run("ask", QUESTION, "--max-new-tokens", 4)
+    assert waiting.exit_code == 0
+    assert "4 of 4 chunks are not cached: run `rag-blend ingest DIR --storage kv` again" in waiting.stderr
     done = parsed(run("ingest", documents, "--json"))
     assert not done["documents"]["added"] and done["report"]["chunks"] == 4
+    assert "not cached" not in run("ask", QUESTION, "--max-new-tokens", 4).stderr
 
 
 def test_half_an_index_counts_as_none(
@@ -114,7 +120,7 @@ def test_a_file_that_cannot_be_read_fails_alone(run: Run, documents: Path, model
 
 def test_a_store_that_is_too_small_is_told_before(run: Run, documents: Path, model_dir: Path, tmp_path: Path) -> None:
     store = f"disk://{tmp_path / 'small'}?quota=2KB"
-    result = run("ingest", documents, "--model", model_dir, "--store", store, "--index", "index")
+    result = run("ingest", documents, "--model", model_dir, "--storage", store, "--index", "index")
     assert "holds 2.0 KB at most" in result.stderr and (tmp_path / "index").is_dir()
 
 
@@ -183,10 +189,10 @@ def test_chat_at_a_terminal(run: Run, ingested: Any, monkeypatch: pytest.MonkeyP
     answers = 0
     answer = Conversation.answer
 
-    def interrupted_once(self: Conversation, reply: Reply) -> Iterator[str]:
+    def interrupted_once(self: Conversation, reply: Reply, reuse: bool = True) -> Iterator[str]:
         nonlocal answers
         answers += 1
-        for piece in answer(self, reply):
+        for piece in answer(self, reply, reuse):
             if answers == 1:
                 raise KeyboardInterrupt
             yield piece
@@ -245,7 +251,7 @@ def test_estimate_measures_time_and_stores_nothing(run: Run, documents: Path, mo
     ("arguments", "complaint"),
     [
         (["ask", QUESTION], "there is no collection in "),
-        (["ask", QUESTION, "--store", "redis://localhost"], "needs --index DIR"),
+        (["ask", QUESTION, "--storage", "redis://localhost"], "needs --index DIR"),
         (["ingest", "DOCUMENTS"], "which model is to answer?"),
         (["ingest", "DOCUMENTS", "--model", "./absent"], "there is no model './absent'"),
         (["ingest", "absent", "--model", "MODEL"], "there is no file or directory 'absent'"),
@@ -254,7 +260,13 @@ def test_estimate_measures_time_and_stores_nothing(run: Run, documents: Path, mo
         (["ingest", "DOCUMENTS", "--model", "MODEL", "--codec", "lzma"], "unknown codec 'lzma'"),
         (["estimate", "DOCUMENTS", "--model", "./absent"], "there is no model './absent'"),
         (["estimate", "EMPTY", "--model", "MODEL"], "no documents in "),
+        (["estimate", "DOCUMENTS", "--model", "EMPTY"], "it has no config.json"),
+        (["doctor", "EMPTY"], "it has no config.json"),
         (["chat"], "there is no collection in "),
+        (
+            ["ingest", "absent", "--model", "absent", "--on-unsupported", "calibrated", "--ray", "auto"],
+            "does not go with --on-unsupported calibrated",
+        ),
     ],
 )
 def test_a_mistake_is_one_line_and_exit_status_two(
@@ -286,6 +298,31 @@ def test_a_model_that_cannot_be_blended(run: Run, documents: Path, tmp_path: Pat
     small_tokenizer().save_pretrained(tmp_path / "gpt2")
     result = run("ingest", documents, "--model", tmp_path / "gpt2")
     assert result.exit_code == 2 and "no rotary" in result.stderr and result.stderr.count("\n") == 1
+    assert "Use --on-unsupported full" in result.stderr and "on_unsupported" not in result.stderr
+    served = run("ingest", documents, "--model", tmp_path / "gpt2", "--on-unsupported", "full", "--json")
+    assert parsed(served)["report"]["chunks"] == 0
+    assert "nothing is cached: served by full prefill" in run("ingest", documents).stdout
+    assert parsed(run("ask", QUESTION, "--json"))["stats"]["mode"] == "full"  # it is remembered
+    clustered = run("ingest", documents, "--ray", "auto")
+    assert clustered.exit_code == 2 and clustered.stderr.count("\n") == 1
+    assert "--ray is for models that are blended" in clustered.stderr and "--on-unsupported full" in clustered.stderr
+    mistake = run("ingest", documents, "--on-unsupported", "measured")
+    assert mistake.exit_code == 2 and "error, full, calibrated" in mistake.stderr
+
+
+def test_estimate_of_a_model_whose_attention_slides(run: Run, documents: Path, tmp_path: Path) -> None:
+    """It is refused, served in full, or measured as if its calibration had passed."""
+    random_model("mistral", sliding_window=64).save_pretrained(tmp_path / "slides")
+    small_tokenizer().save_pretrained(tmp_path / "slides")
+    estimate = ("estimate", documents, "--model", tmp_path / "slides")
+    refused = run(*estimate)
+    assert refused.exit_code == 2 and refused.stderr.count("\n") == 1
+    assert "Use --on-unsupported full" in refused.stderr and "Or --on-unsupported calibrated" in refused.stderr
+    full = run(*estimate, "--on-unsupported", "full")
+    assert full.exit_code == 0 and "nothing is cached: served by full prefill" in full.stdout
+    found = parsed(run(*estimate, "--on-unsupported", "calibrated", "--no-time", "--json"))
+    assert found["bytes"] / found["tokens"] == pytest.approx(2 * 2 * 2 * 2 * 16, rel=0.05)  # layers, K/V, bytes, heads
+    assert "--on-unsupported is one of" in run(*estimate, "--on-unsupported", "perhaps").stderr
 
 
 def test_without_the_extra_it_says_what_to_install(
@@ -295,7 +332,7 @@ def test_without_the_extra_it_says_what_to_install(
         monkeypatch.delitem(sys.modules, module)
     monkeypatch.setitem(sys.modules, "wordllama", None)
     result = run("ingest", documents, "--model", model_dir)
-    assert result.exit_code == 2 and result.stderr.endswith('pip install "rag-blend[app]"\n')
+    assert result.exit_code == 2 and result.stderr.endswith('in a clone of rag_blend: pip install -e ".[app]"\n')
 
 
 def _model_of(ingested: Any) -> str:

@@ -33,8 +33,7 @@ COMMANDS = dict(commands(typer.main.get_command(app)))
 def test_every_command_shows_an_example_and_prints_json(name: str) -> None:
     command = COMMANDS[name]
     assert f"Example: {name} " in " ".join((command.help or "").split())
-    if name != "rag-blend bench report":  # which makes a page of JSON files
-        assert any("--json" in parameter.opts for parameter in command.params)
+    assert any("--json" in parameter.opts for parameter in command.params)
 
 
 def test_help_loads_neither_torch_nor_a_framework() -> None:
@@ -49,6 +48,22 @@ def test_help_loads_neither_torch_nor_a_framework() -> None:
     assert (done.returncode, done.stdout.strip()) == (0, ""), done.stderr
 
 
+def test_version() -> None:
+    result = CliRunner().invoke(app, ["--version"])
+    assert (result.exit_code, result.stdout) == (0, f"rag-blend {rag_blend.__version__}\n")
+
+
+@pytest.mark.parametrize("name", [name for name in COMMANDS if not name.startswith("rag-blend store")])
+def test_where_caches_live_is_called_storage_everywhere(name: str) -> None:
+    """Its old name is still understood."""
+    options = {option for parameter in COMMANDS[name].params for option in parameter.opts}
+    assert "--store" not in options
+    if "--storage" in options:
+        group = name.split()[1:]
+        result = CliRunner().invoke(app, [*group, "--store"])
+        assert result.exit_code == 2 and "requires an argument" in result.stderr, result.stderr
+
+
 def test_an_unknown_name_of_the_package_is_an_attribute_error() -> None:
     with pytest.raises(AttributeError, match="has no attribute 'Blend'"):
         _ = rag_blend.Blend  # type: ignore[attr-defined]
@@ -59,7 +74,7 @@ def test_without_typer_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) 
     for module in [name for name in sys.modules if name.startswith("rag_blend.cli")]:
         monkeypatch.delitem(sys.modules, module)
     monkeypatch.setitem(sys.modules, "typer", None)
-    with pytest.raises(SystemExit, match=r'pip install "rag-blend\[cli\]"'):
+    with pytest.raises(SystemExit, match=r'in a clone of rag_blend: pip install -e "\.\[cli\]"'):
         main()
 
 
