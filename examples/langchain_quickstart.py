@@ -18,7 +18,6 @@ import logging
 from pathlib import Path
 from typing import Any
 
-from corpus import QUESTIONS, load_documents, questions_for
 from langchain_core.documents import Document
 from langchain_core.embeddings import Embeddings
 from langchain_core.messages import AIMessage
@@ -27,7 +26,8 @@ from langchain_core.runnables import RunnablePassthrough
 from langchain_core.vectorstores import InMemoryVectorStore
 from langchain_rag_blend import BlendVectorStore, ChatBlend
 from langchain_text_splitters import RecursiveCharacterTextSplitter
-from vectors import load_word_vectors, unit_vectors
+from rag_blend_app.corpus import QUESTIONS, load_documents, questions_for
+from rag_blend_app.vectors import load_word_vectors, unit_vectors
 
 PROMPT = ChatPromptTemplate.from_messages(
     [

@@ -12,11 +12,11 @@ import argparse
 import time
 from pathlib import Path
 
-from corpus import QUESTIONS, load_documents, questions_for
-from embedding import WordLlamaEmbedding
 from llama_index.core import Document, Settings, VectorStoreIndex
 from llama_index.core.node_parser import SentenceSplitter
 from llama_index.llms.rag_blend import BlendLLM  # >>> stock: from llama_index.llms.huggingface import HuggingFaceLLM
+from rag_blend_app.corpus import QUESTIONS, load_documents, questions_for
+from rag_blend_app.embedding import WordLlamaEmbedding
 
 
 def main() -> None:
