@@ -73,8 +73,7 @@ Streamed completions by the openai client, greedy, all of the same length.
 
 - vllm: prefix caching off. vllm-prefix-caching: on. rag_blend-heads: on, and stored chunks are blended.
 - Texts that nobody has met: not ingested either. New prompt: its chunks are ingested, and were in no prompt. Then the
-  same prompt again, and its chunks in another order with another question. No text stands in two sessions, but for the
-  sentence with which every head goes on behind its number: a stored head lends it to unknown texts, too.
+  same prompt again, and its chunks in another order with another question. No text stands in two sessions.
 - TTFT: from sending a request until its first token arrives, over all requests of all rounds: median, range, and the
   time that 95 % do not exceed. With several clients all send at the same moment.
 - Gain: median TTFT of vllm in a round by this one's; median of the rounds. Requests/s and tokens/s (of answers): of a
