@@ -26,6 +26,9 @@ class Paged:
         self.slots = np.full(num_blocks * SIZE, -1)
         self.computed = 0
 
+    def forward(self, token_ids: np.ndarray, block_ids: list[int], positions: np.ndarray) -> None:
+        self.forward_and_keep(token_ids, block_ids, positions)
+
     def forward_and_keep(self, token_ids: np.ndarray, block_ids: list[int], positions: np.ndarray) -> list[LayerKV]:
         assert 0 < len(positions) <= MAX_ROWS and 0 not in block_ids
         at = np.array([block_ids[p // SIZE] * SIZE + p % SIZE for p in range(len(token_ids))])
