@@ -99,6 +99,7 @@ class Collection:
             self.index.storage_context.persist(work)
             facts.unlink(missing_ok=True)
             for file in Path(work).iterdir():
+                file.chmod(0o600)  # it may be copied out of the directory
                 os.replace(file, directory / file.name)
         self._write_facts(directory, pending)
 

@@ -199,7 +199,7 @@ def read_documents(paths: Sequence[Path], progress: bool) -> Reading:
     for path, reason in reading.unread.items():
         complain(f"{short(path)}: {reason}")
     if not reading.documents:
-        raise RagBlendError("none of the files could be read")
+        raise RagBlendError("there is no text in any of the files")
     return reading
 
 

@@ -18,8 +18,9 @@ def model_named(name: str) -> str:
     """
     if Path(name).is_dir() or name == DEMO:
         return str(model_directory(Path(name)).resolve())  # whoever asks may stand elsewhere
-    if not name.startswith((os.sep, ".", "~")):
-        _expect_on_hub(name)
+    if name.startswith((os.sep, ".", "~")):
+        raise FileNotFoundError(f"there is no model directory {name!r}")
+    _expect_on_hub(name)
     return name
 
 

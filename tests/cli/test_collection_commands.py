@@ -47,6 +47,7 @@ def test_ingest_writes_caches_and_an_index(ingested: Any, documents: Path, tmp_p
     index = tmp_path / "kv-index"
     assert ingested["index"] == str(index) and index.stat().st_mode & 0o777 == 0o700
     assert all(path.is_file() for path in index.iterdir())  # nothing half-written is left
+    assert {path.stat().st_mode & 0o777 for path in index.iterdir()} == {0o600}
 
 
 def test_the_estimate_comes_close(run: Run, documents: Path, model_dir: Path) -> None:
@@ -253,12 +254,12 @@ def test_estimate_measures_time_and_stores_nothing(run: Run, documents: Path, mo
         (["ask", QUESTION], "there is no collection in "),
         (["ask", QUESTION, "--storage", "redis://localhost"], "needs --index DIR"),
         (["ingest", "DOCUMENTS"], "which model is to answer?"),
-        (["ingest", "DOCUMENTS", "--model", "./absent"], "there is no model './absent'"),
+        (["ingest", "DOCUMENTS", "--model", "./absent"], "there is no model directory './absent'"),
         (["ingest", "absent", "--model", "MODEL"], "there is no file or directory 'absent'"),
         (["ingest", "EMPTY", "--model", "MODEL"], "no documents in "),
         (["ingest", "DOCUMENTS", "--model", "MODEL", "--dtype", "int3"], "unknown dtype 'int3'"),
         (["ingest", "DOCUMENTS", "--model", "MODEL", "--codec", "lzma"], "unknown codec 'lzma'"),
-        (["estimate", "DOCUMENTS", "--model", "./absent"], "there is no model './absent'"),
+        (["estimate", "DOCUMENTS", "--model", "./absent"], "there is no model directory './absent'"),
         (["estimate", "EMPTY", "--model", "MODEL"], "no documents in "),
         (["estimate", "DOCUMENTS", "--model", "EMPTY"], "it has no config.json"),
         (["doctor", "EMPTY"], "it has no config.json"),
