@@ -25,6 +25,11 @@ for _name, _value in {
     os.environ.setdefault(_name, _value)
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Engines in processes of their own come first: here, vLLM keeps the environment that its first engine saw."""
+    items.sort(key=lambda item: item.get_closest_marker("slow") is None)
+
+
 @pytest.fixture(scope="session")
 def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("model")
