@@ -712,11 +712,12 @@ class BlendEngine:
         return Request(ids, policy, wanted, words, cancel, None, kwargs, record)
 
     def _go_together(self, first: Request, second: Request) -> bool:
-        if self._adapter is None or first.kwargs != second.kwargs:
+        adapter = self._adapter  # a verdict may end blending meanwhile
+        if adapter is None or first.kwargs != second.kwargs:
             return False
         if not can_decode_together(self._model, first.kwargs):
             return False
-        rotary, device = self._adapter.rotary, self._adapter.device
+        rotary, device = adapter.rotary, adapter.device
         lengths = {n for r in (first, second) for n in (len(r.ids), len(r.ids) + r.max_new_tokens)}
         angles = [rotary.frequencies(length, device) for length in lengths]
         return all(torch.equal(angles[0], other) for other in angles)

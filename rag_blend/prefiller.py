@@ -102,11 +102,12 @@ class _Mean:
 
     def __init__(self) -> None:
         self._layers: list[LayerKV] = []
-        self._count = 0
         self._squares: list[torch.Tensor] = []  # weighted mean square of each token, per layer and side
 
     def add(self, layers: Sequence[LayerKV], weight: float) -> None:
-        self._count += 1
+        if weight == 1.0:  # it is the only one
+            self._layers = list(layers)
+            return
         squares = [weight * _mean_square(side) for layer in layers for side in layer]
         weighted = [LayerKV(layer.keys * weight, layer.values * weight) for layer in layers]
         if not self._layers:
@@ -118,7 +119,7 @@ class _Mean:
         self._squares = [total + addend for total, addend in zip(self._squares, squares, strict=True)]
 
     def result(self) -> Prefilled:
-        if self._count == 1:
+        if not self._squares:
             return Prefilled(self._layers, None)
         means = [_mean_square(side) for layer in self._layers for side in layer]
         # E[x^2] - E[x]^2, each side of each layer by its own scale

@@ -42,6 +42,22 @@ def prompt_ids(
     return ids.astype(np.int32)
 
 
+def head_ids(
+    tokenizer: PreTrainedTokenizerBase, head: str | Sequence[int] | None, vocab_size: int
+) -> np.ndarray | None:
+    """Token ids of what will stand in front of the first chunk; None if nobody knows what will.
+
+    Raises:
+        ValueError: See `prompt_ids`; or the model does not know one of them.
+    """
+    if head is None:
+        return None
+    ids = prompt_ids(tokenizer, head)
+    if ids.max() >= vocab_size:
+        raise ValueError(f"the head's token id {ids.max()} is outside the model's vocabulary")
+    return ids
+
+
 def bos_ids(tokenizer: PreTrainedTokenizerBase) -> np.ndarray:
     """The ids that the tokenizer puts in front of a text by itself: one BOS, or nothing."""
     ids = tokenizer("", add_special_tokens=True)["input_ids"]

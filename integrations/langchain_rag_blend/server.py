@@ -3,7 +3,7 @@
 import os
 from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Mapping
 from contextlib import AbstractContextManager, aclosing
-from typing import Any, NoReturn, cast
+from typing import Any, cast
 
 from langchain_core.language_models import LanguageModelInput
 from langchain_core.language_models.base import LangSmithParams
@@ -11,9 +11,7 @@ from langchain_core.outputs import ChatGenerationChunk, ChatResult
 from langchain_core.utils import get_pydantic_field_names
 from langchain_openai import ChatOpenAI
 from pydantic import Field, model_validator
-from rag_blend_frameworks.server import NO_KEY, NOT_HERE, check_arguments, extra_fields, figures, naming_server
-
-from rag_blend import RagBlendError
+from rag_blend_frameworks.server import NO_KEY, check_arguments, extra_fields, figures, naming_server, no_engine
 
 # They hold locks and connections; a copy in another process makes its own.
 _CLIENTS = ("client", "async_client", "root_client", "root_async_client")
@@ -161,19 +159,5 @@ class ChatBlendServer(ChatOpenAI):
     def close(self) -> None:
         """Do nothing: connections are shared by all models of a process."""
 
-    def get_engine(self, *args: object, **kwargs: object) -> NoReturn:
-        """Say where chunks are ingested.
-
-        Raises:
-            RagBlendError: Always: a client caches nothing.
-        """
-        raise RagBlendError(NOT_HERE)
-
-    head_of = learn_head = get_engine
-
-    @property
-    def loaded_engine(self) -> NoReturn:
-        """Say that there is none."""
-        raise RagBlendError(NOT_HERE)
-
-    contexts = tokenizer = loaded_engine
+    get_engine = head_of = learn_head = no_engine
+    loaded_engine = contexts = tokenizer = property(no_engine)

@@ -3,13 +3,14 @@
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
 
 import openai
 
+from rag_blend import RagBlendError
 from rag_blend.vllm import request_fields
 
-NOT_HERE = (
+_NOT_HERE = (
     "a client of a vLLM server has no engine and caches nothing. Fill the server's store with a local engine on the "
     "same model (BlendEngine.ingest, a BlendLLM or ChatBlend without base_url, `rag-blend ingest`), or with vLLM "
     "itself: docs/vllm.md"
@@ -19,6 +20,15 @@ SECRET_VARIABLE = "RAG_BLEND_SECRET"
 SELECTORS = ("heads", "hkvd", "random", "none", "all")
 
 _LOCAL_ONLY = ("engine", "storage", "prime", "engine_options", "generate_kwargs")
+
+
+def no_engine(client: object, *args: object, **kwargs: object) -> NoReturn:
+    """Stand in for what a local class has: say where chunks are ingested.
+
+    Raises:
+        RagBlendError: Always: a client has no engine and caches nothing.
+    """
+    raise RagBlendError(_NOT_HERE)
 
 
 class Client(Protocol):

@@ -187,6 +187,19 @@ def checked_device(device: str | None) -> str | None:
     return device
 
 
+def expect_store(storage: str) -> None:
+    """Opening a store would make one.
+
+    Raises:
+        FileNotFoundError: It is a directory that does not exist.
+    """
+    from rag_blend.storage import directory_of
+
+    directory = directory_of(storage)
+    if directory is not None and not directory.is_dir():
+        raise FileNotFoundError(f"there is no store {storage!r}")
+
+
 def console_of() -> Console:
     """Where tables go: as wide as the terminal, or wide enough for a file."""
     from rich.console import Console

@@ -15,6 +15,7 @@ from rag_blend.cli.common import (
     PrimeTextsOption,
     PrimeTokensOption,
     console_of,
+    expect_store,
     given,
     load_model,
     user_errors,
@@ -41,8 +42,8 @@ def doctor(
     The exit status is 1 if it cannot be blended. Example: rag-blend doctor path/to/model
     """
     with user_errors():
-        if storage is not None and not storage.is_dir():
-            raise FileNotFoundError(f"there is no store {str(storage)!r}")
+        if storage is not None:
+            expect_store(str(storage))
         from rag_blend.doctor import examine
 
         loaded, tokenizer = load_model(model, dtype)

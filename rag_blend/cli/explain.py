@@ -18,6 +18,7 @@ from rag_blend.cli.common import (
     PrimeTextsOption,
     PrimeTokensOption,
     console_of,
+    expect_store,
     given,
     load_model,
     user_errors,
@@ -65,7 +66,7 @@ def explain(
     """
     with user_errors("app"):
         text = _text_of(prompt, file)
-        _expect_there(storage)
+        expect_store(storage)
         if model is None:
             found, policy = _question(text, storage, index, top_k, dtype)
         else:
@@ -86,19 +87,6 @@ def _text_of(prompt: str | None, file: Path | None) -> str:
     if prompt is None or file is not None:
         raise ValueError("give either a prompt, a question, or --file")
     return prompt
-
-
-def _expect_there(storage: str) -> None:
-    """Opening a store would make one.
-
-    Raises:
-        FileNotFoundError: It is a directory that does not exist.
-    """
-    from rag_blend.storage import directory_of
-
-    directory = directory_of(storage)
-    if directory is not None and not directory.is_dir():
-        raise FileNotFoundError(f"there is no store {storage!r}")
 
 
 def _whole_prompt(

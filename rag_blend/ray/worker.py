@@ -23,7 +23,7 @@ from rag_blend.ingest import Ingester, IngestReport
 from rag_blend.loading import load
 from rag_blend.models import ModelAdapter, adapter_for, bare_model
 from rag_blend.primer import Primer
-from rag_blend.prompt import chunk_ids, prompt_ids
+from rag_blend.prompt import chunk_ids, head_ids
 from rag_blend.ray.source import Chunk
 from rag_blend.selftest import check_model
 from rag_blend.storage import open_storage
@@ -94,9 +94,7 @@ class IngestWorker:
             threading.RLock(),
             context_window_of(model.config, self._tokenizer),
         )
-        self._head = None if settings.head is None else prompt_ids(self._tokenizer, settings.head)
-        if self._head is not None and self._head.max() >= model.get_input_embeddings().num_embeddings:
-            raise ValueError(f"the head's token id {self._head.max()} is outside the model's vocabulary")
+        self._head = head_ids(self._tokenizer, settings.head, model.get_input_embeddings().num_embeddings)
 
     def prepare(self, chunks: Sequence[Chunk]) -> None:
         """Store what all chunks have in common: the priming texts, drawn from these chunks, and the head.

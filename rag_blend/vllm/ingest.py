@@ -7,14 +7,10 @@ from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
 from typing import TYPE_CHECKING
 
-import numpy as np
-from transformers import PreTrainedTokenizerBase
-
 from rag_blend.codecs import Codec, codec_of
 from rag_blend.ingest import Ingester, IngestReport, require_documents
-from rag_blend.models import ModelAdapter
 from rag_blend.primer import Primer
-from rag_blend.prompt import prompt_ids
+from rag_blend.prompt import head_ids
 from rag_blend.storage import open_storage
 from rag_blend.store import KVStore
 from rag_blend.vllm.checkpoint import geometry_of, read_checkpoint
@@ -68,12 +64,12 @@ def ingest(
     with _cache_of(llm), closing(open_storage(options.storage)) as backend:
         fingerprint, tokenizer = read_checkpoint(model.model, model.dtype, kv_dtype, model.revision)
         geometry = geometry_of(model.model, model.dtype, model.revision)
-        head_ids = None if head is None else _head_ids(head, tokenizer, geometry)
+        ids = head_ids(tokenizer, head, geometry.config.vocab_size)
         store = KVStore(backend, fingerprint, namespace, kv_dtype, codec)
         primer = Primer(options.prime, options.prime_tokens, options.prime_texts, tokenizer, store)
         rows = VllmPrefill(llm, geometry)
         ingester = Ingester(rows, tokenizer, store, primer, threading.RLock(), model.max_model_len)
-        return ingester.ingest(texts, head_ids, doc_ids or [""] * len(texts), progress)
+        return ingester.ingest(texts, ids, doc_ids or [""] * len(texts), progress)
 
 
 @contextmanager
@@ -88,10 +84,3 @@ def _cache_of(llm: LLM) -> Iterator[None]:
         emptied = llm.reset_prefix_cache()
     if not emptied:
         raise RuntimeError("vLLM was given requests during an ingestion: make a new one, its cache is spoilt")
-
-
-def _head_ids(head: str | Sequence[int], tokenizer: PreTrainedTokenizerBase, geometry: ModelAdapter) -> np.ndarray:
-    ids = prompt_ids(tokenizer, head)
-    if ids.max() >= geometry.config.vocab_size:
-        raise ValueError(f"the head's token id {ids.max()} is outside the model's vocabulary")
-    return ids

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from safetensors.torch import save
 
+from rag_blend.catalog import common_prefix
 from rag_blend.chunk import LayerKV
 
 if TYPE_CHECKING:
@@ -61,7 +62,7 @@ class ScratchPrefill:
         if len(token_ids) > self._max_tokens or not self._places:
             raise ValueError(f"vLLM's cache has no room for {len(token_ids)} tokens beside its own")
         place = self._place_for(token_ids[:start])
-        known = _common(place.computed, token_ids[:start])
+        known = common_prefix(place.computed, token_ids[:start])
         place.computed = token_ids[:known]  # should a forward fail
         parts = []
         for first, end in self._bursts(known, start, len(token_ids)):
@@ -96,13 +97,6 @@ class _Place:
 
     block_ids: list[int]
     computed: np.ndarray = field(default_factory=lambda: _NOTHING)
-
-
-def _common(left: np.ndarray, right: np.ndarray) -> int:
-    """Length of what two sequences have in common at their beginning."""
-    length = min(len(left), len(right))
-    (differing,) = np.nonzero(left[:length] != right[:length])
-    return int(differing[0]) if len(differing) else length
 
 
 def _as_file(parts: list[list[LayerKV]]) -> bytes:

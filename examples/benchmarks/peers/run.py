@@ -20,6 +20,7 @@ from typing import NamedTuple
 
 import torch
 from contestants import BFLOAT16, CONTESTANTS, Contestant
+from cores import confine
 from environments import NotInstalledError
 from measure import Result, measure
 from peer_process import PeerError, PeerProcess
@@ -44,7 +45,7 @@ class Launch(NamedTuple):
 def main() -> None:
     args = _arguments()
     chosen = _chosen(args)
-    _confine(args.threads)
+    confine(args.threads)
     try:
         model = Model(args.model, args.gguf) if args.model else demo_model()
         prompts = prompts_for(args, str(model.directory))
@@ -91,14 +92,6 @@ def _chosen(args: argparse.Namespace) -> list[Contestant]:
     if args.only:
         return [one for one in CONTESTANTS + BFLOAT16 if one.name in {REFERENCE, *args.only}]
     return [*CONTESTANTS, *(BFLOAT16 if args.bf16 else ())]
-
-
-def _confine(threads: int) -> None:
-    """Let this process, and so every peer, use the same few cores."""
-    cores = sorted(os.sched_getaffinity(0))
-    if not 1 <= threads <= len(cores):
-        sys.exit(f"--threads must be from 1 to {len(cores)}, the cores there are, not {threads}")
-    os.sched_setaffinity(0, cores[:threads])
 
 
 def _installed(

@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from rag_blend.vllm import request_fields
+from rag_blend.vllm.options import SECRET_VARIABLE
 
 REFERENCE = "vllm"
 SERVED_MODEL = "model"  # its name in requests
-_SECRET = "RAG_BLEND_SECRET"  # the environment's is none of this benchmark's business
 
 
 @dataclass(frozen=True)
@@ -91,7 +91,8 @@ def variables(threads: int, kv_gib: int, openmp: Path | None) -> dict[str, str]:
     }
     if openmp is not None:
         own["LD_PRELOAD"] = str(openmp)
-    return {name: value for name, value in os.environ.items() if name != _SECRET} | own
+    # The environment's secret is none of this benchmark's business.
+    return {name: value for name, value in os.environ.items() if name != SECRET_VARIABLE} | own
 
 
 def intel_openmp(python: Path) -> Path | None:

@@ -24,6 +24,7 @@ from transformers import AutoTokenizer
 
 sys.path.append(str(Path(__file__).parent.parent / "peers"))  # whose prompts these are
 
+from cores import confine
 from ingestion import ingest
 from lineup import REFERENCE, Contender, command_of, contenders, intel_openmp, variables
 from openai_stream import ServerError
@@ -37,14 +38,15 @@ from rag_blend.errors import RagBlendError
 from rag_blend.evaluation.environment import machine
 from rag_blend.evaluation.speed.report import SpeedReport
 
-LOADS = (Load(1, 2048, 5), Load(1, 4096, 3), Load(8, 2048, 1))  # a quarter of an hour on two cores
+LOADS = (Load(1, 2048, 5), Load(1, 4096, 3), Load(8, 2048, 1))  # some 25 minutes on two cores
 QUESTION_TOKENS = 128  # at most
 say = partial(print, flush=True)
 
 
 def main() -> None:
     args = _arguments()
-    _confine(args.threads)
+    confine(args.threads)
+    torch.set_num_threads(args.threads)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("stopped"))  # or servers, in sessions of their own, would stay
     args.out.mkdir(parents=True, exist_ok=True)
     storage = Path(tempfile.mkdtemp(prefix="kv-", dir=args.out))
@@ -97,15 +99,6 @@ def _load(text: str) -> Load:
 
 def _written(loads: Sequence[Load]) -> str:
     return " ".join("x".join(map(str, load)) for load in loads)
-
-
-def _confine(threads: int) -> None:
-    """Let this process, and so every server, use the same few cores."""
-    cores = sorted(os.sched_getaffinity(0))
-    if not 1 <= threads <= len(cores):
-        sys.exit(f"--threads must be from 1 to {len(cores)}, the cores there are, not {threads}")
-    os.sched_setaffinity(0, cores[:threads])
-    torch.set_num_threads(threads)
 
 
 def _rounds(args: argparse.Namespace) -> list[Round]:

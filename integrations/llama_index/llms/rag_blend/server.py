@@ -3,7 +3,7 @@
 import os
 from collections.abc import AsyncGenerator, Generator, Iterator, Sequence
 from contextlib import aclosing, closing, contextmanager
-from typing import Any, NoReturn, TypeVar, cast
+from typing import Any, TypeVar, cast
 
 from llama_index.core.base.llms.types import (
     ChatMessage,
@@ -17,9 +17,7 @@ from llama_index.core.base.llms.types import (
 from llama_index.core.bridge.pydantic import BaseModel, ConfigDict, Field
 from llama_index.llms.openai_like import OpenAILike
 from llama_index.llms.rag_blend.complaints import not_swallowed
-from rag_blend_frameworks.server import NO_KEY, NOT_HERE, check_arguments, extra_fields, figures, naming_server
-
-from rag_blend import RagBlendError
+from rag_blend_frameworks.server import NO_KEY, check_arguments, extra_fields, figures, naming_server, no_engine
 
 Response = TypeVar("Response", ChatResponse, CompletionResponse)
 
@@ -159,22 +157,8 @@ class BlendServerLLM(OpenAILike):
         """Let go of the connections; the next call opens new ones."""
         self._client = self._aclient = None
 
-    def attach(self, *args: object, **kwargs: object) -> NoReturn:
-        """Say where chunks are ingested.
-
-        Raises:
-            RagBlendError: Always: a client caches nothing.
-        """
-        raise RagBlendError(NOT_HERE)
-
-    head = head_of = attach
-
-    @property
-    def engine(self) -> NoReturn:
-        """Say that there is none."""
-        raise RagBlendError(NOT_HERE)
-
-    handle = engine
+    attach = head = head_of = no_engine
+    engine = handle = property(no_engine)
 
 
 def _reported(response: Response) -> Response:
