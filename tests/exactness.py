@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import Any
+
 import numpy as np
 import torch
+from conftest import small_tokenizer
 from transformers import PreTrainedModel
 from transformers.cache_utils import DynamicCache
 
@@ -40,6 +44,20 @@ def full_cache(model: PreTrainedModel, ids: list[int]) -> DynamicCache:
     with torch.no_grad():
         model(torch.tensor([ids]), use_cache=True, **{cache_argument_of(model): cache})
     return cache
+
+
+def assert_a_store_gives_back_what_it_was_given(
+    model: PreTrainedModel, texts: list[str], place: Path, **options: Any
+) -> None:
+    """Blended logits are the same from memory, from files just written, and from files that are found."""
+    logits = []
+    for storage in (None, place, place):
+        with BlendEngine(model, small_tokenizer(), storage, **options) as engine:
+            engine.ingest(texts, head=HEAD, progress=False)
+            prefill = engine.prefill(prompt_of(engine, HEAD, texts[1:4], QUESTION), selector="anchor")
+            assert prefill.stats.hits == 4 and prefill.stats.reused_tokens > 100
+            logits.append(prefill.logits)
+    assert torch.equal(logits[0], logits[1]) and torch.equal(logits[0], logits[2])
 
 
 class ExactRows:

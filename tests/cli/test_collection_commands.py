@@ -16,15 +16,13 @@ pytest.importorskip("wordllama")
 
 from conftest import random_model, random_text, small_tokenizer
 from rag_blend_app.conversation import Conversation, Reply
-from toy_texts import TEXTS
+from toy_texts import QUESTION, TEXTS
 
 from rag_blend import BlendEngine
 
 pytest_plugins = ["toy_documents"]
 pytestmark = pytest.mark.usefixtures("one_thread")
 Run = Callable[..., Result]
-
-QUESTION = "Which vessel passes the breakwater?"
 
 
 def parsed(result: Result) -> Any:

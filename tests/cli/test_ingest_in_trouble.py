@@ -22,12 +22,11 @@ pytest.importorskip("wordllama")
 
 from rag_blend_app.collection import Collection, Facts
 from rag_blend_app.lock import alone_in
+from toy_texts import QUESTION
 
 pytest_plugins = ["toy_documents"]
 pytestmark = pytest.mark.usefixtures("one_thread")
 Run = Callable[..., Result]
-
-QUESTION = "Which vessel passes the breakwater?"
 
 
 def test_one_ingestion_at_a_time(run: Run, documents: Path, model_dir: Path, tmp_path: Path) -> None:

@@ -16,12 +16,12 @@ pytest.importorskip("wordllama")
 from conftest import random_text
 from rag_blend_app.conversation import Conversation, Reply
 from rag_blend_app.terminal import printable
+from toy_texts import QUESTION
 
 pytest_plugins = ["toy_documents"]
 pytestmark = pytest.mark.usefixtures("one_thread")
 Run = Callable[..., Result]
 
-QUESTION = "Which vessel passes the breakwater?"
 HOSTILE = "\x1b]52;c;cm0gLXJm\x07 \x9b31m The vessel passes the breakwater \x1b[2J of the harbour, with its tonnage."
 
 

@@ -7,6 +7,7 @@ TEXTS = {
     "bees.md": "A colony of bees keeps its brood at thirty-five degrees, whatever the weather outside may be.",
     "clocks.html": "<p>Quartz oscillators drift with temperature, so marine chronometers sit in gimballed boxes.</p>",
 }
+QUESTION = "Which vessel passes the breakwater?"
 BREAD = "Rye doughs are sour because wild yeast and lactic bacteria grow together over two long days."
 
 

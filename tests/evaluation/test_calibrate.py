@@ -177,6 +177,26 @@ class TestVerdict:
             assert len(added) <= 1  # the head's own rows, which every prompt may reuse exactly
             assert engine.num_chunks == 6 + len(added) and engine.policy.source == "calibrated"
 
+    def test_only_passages_of_one_document_are_neighbours(
+        self, run: Calibrate, cases: list[Case], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Or prime="preceding" would be measured with texts that no document has in front of each other."""
+        asked: list[list[str]] = []
+        ingest = BlendEngine.ingest
+
+        def noting(engine: BlendEngine, texts: Any, head: Any, doc_ids: list[str], **options: Any) -> Any:
+            asked.append(doc_ids)
+            return ingest(engine, texts, head, doc_ids, **options)
+
+        monkeypatch.setattr(BlendEngine, "ingest", noting)
+        first, second, *others = cases[0].passages
+        own = (replace(first, document="2"), replace(second, document="2"), *others)  # "2" is not the third passage
+        for passages in (cases[0].passages, own):
+            run(target_kl=100.0, target_agreement=0.0, prime="preceding", cases=[replace(cases[0], passages=passages)])
+        apart, together = asked
+        assert len(set(apart)) == len(apart)
+        assert together[0] == together[1] and len(set(together)) == len(together) - 1
+
     def test_an_error_leaves_no_verdict_and_no_chunks(
         self,
         run: Calibrate,

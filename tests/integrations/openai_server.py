@@ -9,6 +9,7 @@ MODEL = "served"
 FIGURES = {"reused_tokens": 70, "recomputed_tokens": 5}
 USAGE = {"prompt_tokens": 100, "completion_tokens": 2, "total_tokens": 102}
 PIECES = ["two ", "years"]
+TEXT = "".join(PIECES)
 
 
 class FakeVLLM:

@@ -23,28 +23,16 @@ from langchain_openai import ChatOpenAI, OpenAI
 from langchain_rag_blend import BlendCallbackHandler, BlendLLM, BlendVectorStore, ChatBlend, PrecomputeKV
 from langchain_rag_blend.server import ChatBlendServer
 from langchain_tests.unit_tests import ChatModelUnitTests
-from openai_server import FIGURES, MODEL, PIECES, USAGE, FakeVLLM
+from openai_server import FIGURES, MODEL, PIECES, TEXT, USAGE
 from rag_blend_frameworks.server import SECRET_VARIABLE
 
 from rag_blend import RagBlendError
 from rag_blend.errors import install_hint
 from rag_blend.vllm import request_fields
 
-TEXT = "".join(PIECES)
+pytest_plugins = ["server_fixture"]
 DOCUMENTS = [Document("The warranty lasts two years.", id="1")]
 NOWHERE = "http://127.0.0.1:9/v1"
-
-
-@pytest.fixture
-def server():
-    fake = FakeVLLM()
-    yield fake
-    fake.close()
-
-
-@pytest.fixture(autouse=True)
-def no_secret(monkeypatch):
-    monkeypatch.delenv(SECRET_VARIABLE, raising=False)
 
 
 def client(server, **config):

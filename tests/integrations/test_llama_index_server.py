@@ -23,7 +23,7 @@ from llama_index.core.vector_stores import SimpleVectorStore
 from llama_index.llms.openai_like import OpenAILike
 from llama_index.llms.rag_blend import BlendCallbackHandler, BlendLLM, BlendVectorStore, PrecomputeKV
 from llama_index_instrumentation import get_dispatcher
-from openai_server import FIGURES, MODEL, PIECES, USAGE, FakeVLLM
+from openai_server import FIGURES, MODEL, PIECES, TEXT, USAGE
 from rag_blend_frameworks.server import SECRET_VARIABLE, SELECTORS
 from toy_llama_index import LetterEmbedding
 
@@ -32,20 +32,8 @@ from rag_blend.errors import install_hint
 from rag_blend.selectors import AttentionSelector, selector_names, selector_of
 from rag_blend.vllm import options, request_fields
 
-TEXT = "".join(PIECES)
+pytest_plugins = ["server_fixture"]
 HELLO = [ChatMessage(role="system", content="Be kind."), ChatMessage(role="user", content="Hello")]
-
-
-@pytest.fixture
-def server():
-    fake = FakeVLLM()
-    yield fake
-    fake.close()
-
-
-@pytest.fixture(autouse=True)
-def no_secret(monkeypatch):
-    monkeypatch.delenv(SECRET_VARIABLE, raising=False)
 
 
 def client(server, **config):

@@ -11,7 +11,17 @@ import numpy as np
 import pytest
 import torch
 from conftest import ALL_FAMILIES, FAMILY_ROPES, random_model, random_text, small_tokenizer
-from exactness import HEAD, QUESTION, ExactRows, assert_close, blend_over_exact_rows, full_cache, full_logits, prompt_of
+from exactness import (
+    HEAD,
+    QUESTION,
+    ExactRows,
+    assert_a_store_gives_back_what_it_was_given,
+    assert_close,
+    blend_over_exact_rows,
+    full_cache,
+    full_logits,
+    prompt_of,
+)
 from transformers import PreTrainedModel
 
 from rag_blend import BlendEngine
@@ -136,14 +146,8 @@ def test_dynamic_rope_beyond_its_window(family: str) -> None:
 
 @pytest.mark.parametrize("family", ALL_FAMILIES)
 def test_a_store_gives_back_what_it_was_given(family: str, tmp_path: Path) -> None:
-    model, logits = random_model(family), []
-    for storage in (None, tmp_path, tmp_path):  # the last one finds what the second one stored
-        with BlendEngine(model, small_tokenizer(), storage, **{**OPTIONS, "kv_dtype": None}) as engine:
-            engine.ingest(TEXTS, head=HEAD, progress=False)
-            prefill = engine.prefill(prompt_of(engine, HEAD, TEXTS[1:4], QUESTION), selector="anchor")
-            assert prefill.stats.hits == 4 and prefill.stats.reused_tokens > 100
-            logits.append(prefill.logits)
-    assert torch.equal(logits[0], logits[1]) and torch.equal(logits[0], logits[2])
+    options = {**OPTIONS, "kv_dtype": None}
+    assert_a_store_gives_back_what_it_was_given(random_model(family), TEXTS, tmp_path, **options)
 
 
 @pytest.mark.parametrize("family", ALL_FAMILIES)

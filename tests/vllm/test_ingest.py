@@ -167,6 +167,34 @@ def test_neither_answers_nor_chunks_suffer_from_each_other(
         assert answer.far_from(full(hf, ids)) < CLOSE
 
 
+def test_what_a_sleep_has_emptied_is_not_taken_for_computed(
+    server: Server, configure: Configure, make_hf: Callable[..., BlendEngine], tmp_path: Path
+) -> None:
+    """vLLM forgets its cache when it sleeps, and says nothing to a worker of ours."""
+    configure(storage=str(tmp_path / "vllm"))
+    new = fresh_texts(3)
+    ingested(server, new[:1])
+    ingested(server, new[1:2])  # the head is stored by now, so what was computed last is a chunk behind it
+    server.llm.collective_rpc(lambda worker: [cache.zero_() for cache in worker.model_runner.kv_caches])
+    ingested(server, new[2:])
+    make_hf(storage=tmp_path / "hf").ingest(new, HEAD, progress=False)
+    assert_stores_alike(tmp_path / "vllm", tmp_path / "hf", CLOSE)
+
+
+def test_a_request_that_waits_is_not_forgotten(clean: Server, hf: BlendEngine, corpus: list[str]) -> None:
+    """It has no blocks yet, so the prefix cache alone does not tell."""
+    from vllm import SamplingParams
+
+    engine, ids = clean.llm.llm_engine, ids_of(hf, prompt_of(corpus[:3]))
+    engine.add_request("waiting", {"prompt_token_ids": ids}, SamplingParams(max_tokens=1))
+    try:
+        with pytest.raises(RuntimeError, match="has requests under way"):
+            ingested(clean, fresh_texts())
+    finally:
+        while engine.has_unfinished_requests():
+            engine.step()
+
+
 def test_a_busy_vllm_is_not_disturbed(clean: Server, hf: BlendEngine, corpus: list[str]) -> None:
     from vllm import SamplingParams
 

@@ -15,6 +15,7 @@ from rag_blend import BlendEngine
 from rag_blend.chunk import LayerKV
 from rag_blend.codecs.raw import RawCodec
 from rag_blend.entry import EntryHeader, read_header, read_layer
+from rag_blend.generation import GenerationStats
 from rag_blend.storage.disk import DiskBackend
 from rag_blend.vllm import request_fields
 
@@ -130,6 +131,12 @@ def server_apart(model_dir: Path, storage: Path | str, **options: Any) -> Iterat
             yield server
         finally:
             server.close()
+
+
+def counts_of(stats: GenerationStats) -> dict[str, int]:
+    """What vLLM reports of the same blend: there, an exact prefix is reused like all else."""
+    reused = stats.reused_tokens + stats.prefix_tokens
+    return {"reused_tokens": reused, "recomputed_tokens": stats.recomputed_tokens}
 
 
 def fields_of(selector: str = "heads", ratio: float | None = None, namespace: str = "default") -> dict[str, Any]:
