@@ -122,8 +122,9 @@ class BlendEngine:
         on_unsupported: What to do with a model that cannot be blended: ``"error"``, or ``"full"`` to serve it by
             plain full prefill, of which only what earlier prompts begin with is reused, exactly. ``"calibrated"``: a
             model whose attention slides over a window is blended where ``rag-blend calibrate`` has passed for it in
-            this store, with the same namespace and priming; others, and until then, as ``"full"``. ``"measured"``: it
-            is blended without that, as a calibration must; others are errors.
+            this store, with the same namespace and priming; others, and until then, as ``"full"``. A selector or ratio
+            that somebody names is followed, though nothing was measured with it. ``"measured"``: it is blended without
+            a calibration, as a calibration must; others are errors.
         shadow: Share of the answered prompts that are compared with full prefill in the background, when the model
             is free; see `drift`. 0: none.
         reuse_when: ``"faster"``: stored chunks are left alone where computing them is expected to take no longer, as
