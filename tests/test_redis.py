@@ -447,7 +447,7 @@ def test_a_server_that_trickles_costs_one_deadline_and_no_thread() -> None:
         give_up = time.monotonic() + SOON
         while threads() > before and time.monotonic() < give_up:
             time.sleep(0.01)
-        assert threads() == before
+        assert threads() <= before  # those of other tests may end meanwhile
         backend.close()
     stop.set()
 
