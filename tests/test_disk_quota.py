@@ -23,6 +23,7 @@ from processes import dead_pid, in_child, status_of
 from rag_blend.errors import ChunkNotFoundError
 from rag_blend.sizes import format_bytes, parse_bytes
 from rag_blend.storage import open_storage
+from rag_blend.storage._files import Temp, rename_over
 from rag_blend.storage._quota import default_quota
 from rag_blend.storage.disk import DiskBackend
 
@@ -508,6 +509,28 @@ def test_four_writers_never_exceed_it_together(tmp_path: Path) -> None:
     assert quota - 6000 < stats.bytes == taken(tmp_path) <= quota
     assert {len(content(disk, name)) for name in disk.keys()} <= {3000 + 500 * i for i in range(7)}
     disk.close()
+
+
+def test_what_is_renamed_while_another_process_looks_around_counts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its list is older than the entry, and the entry's writer has not told the index yet."""
+    disk, other = DiskBackend(tmp_path, 100_000), DiskBackend(tmp_path, 100_000)
+    put(disk, 1)
+    seen = other._layout.scan()
+    counted = []
+
+    def rename_slowly(temp: Temp, path: Path) -> None:
+        rename_over(temp, path)
+        with monkeypatch.context() as patch:
+            patch.setattr(other._layout, "scan", lambda: seen)
+            other.stats()
+        with contextlib.closing(sqlite3.connect(tmp_path / "index.sqlite")) as index:
+            counted.append(index.execute("SELECT sum(size) FROM files").fetchone()[0])
+
+    monkeypatch.setattr("rag_blend.storage.disk.rename_over", rename_slowly)
+    put(disk, 2)
+    assert counted == [taken(tmp_path)]
 
 
 def test_killed_writers_do_not_break_it(tmp_path: Path) -> None:

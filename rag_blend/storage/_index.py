@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 from rag_blend.storage._database import Database, transaction
 from rag_blend.storage._files import remove
-from rag_blend.storage._layout import Facts, Kind, Layout, kind_of
+from rag_blend.storage._layout import Facts, Kind, Layout, entry_of, kind_of
 
 logger = logging.getLogger(__name__)
 
@@ -162,6 +162,8 @@ class FileIndex(Database):
 
     def _update(self, db: sqlite3.Connection, names: Collection[str], labels: Mapping[str, bytes]) -> None:
         clock = _clock(db)
+        # A temp file that is gone may be the entry by now, and whoever wrote it has yet to say so.
+        names = {*names, *(entry_of(name) for name in names if kind_of(name) is Kind.TEMP)}
         kinds = {name: kind_of(name) for name in names}
         there = {name: self._layout.look(name) for name in names}
         for name in sorted(names, key=lambda name: (there[name] or _NOTHING).mtime_ns):

@@ -108,6 +108,11 @@ def kind_of(name: str) -> Kind | None:
     return Kind.BAD if found["bad"] else Kind.TEMP if found["temp"] else Kind.ENTRY
 
 
+def entry_of(name: str) -> str:
+    """The entry that the file of this name is about, or will be."""
+    return name.partition(SUFFIX)[0] + SUFFIX
+
+
 def _facts(path: Path | os.DirEntry[str]) -> Facts | None:
     try:
         found = path.stat()
