@@ -19,8 +19,9 @@ demo: $(INSTALLED)
 notebooks: $(INSTALLED)
 	cd examples/notebooks && ../../$(BIN)/jupyter-execute --timeout=1200 *.ipynb
 
+# Two at a time, a file's tests one after the other: more would starve those that wait for servers.
 test: $(INSTALLED) lint
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n 2 --dist loadfile
 
 # rag_blend inside vLLM's CPU build, which brings its own torch and transformers.
 test-vllm: $(VLLM)/.installed
