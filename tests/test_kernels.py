@@ -51,10 +51,18 @@ def test_a_family_that_interleaves_is_left_to_its_own_function() -> None:
 @pytest.mark.parametrize("batch", [1, 3])
 @pytest.mark.parametrize("additive", [False, True])
 @pytest.mark.parametrize("attend", [packed_attention, FewRows()])
+@pytest.mark.parametrize("mask_bytes", [0, 1_000_000])
 def test_attention_of_few_rows_equals_that_of_transformers(
-    attend: AttentionFunction, additive: bool, batch: int, heads: int, kv_heads: int, monkeypatch: pytest.MonkeyPatch
+    mask_bytes: int,
+    attend: AttentionFunction,
+    additive: bool,
+    batch: int,
+    heads: int,
+    kv_heads: int,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(attention, "_ROWS_OF_A_BLOCK", 3)
+    monkeypatch.setattr(attention, "_MOST_ROWS_OF_A_BLOCK", 3)
+    monkeypatch.setattr(attention, "_MOST_MASK_BYTES", mask_bytes)
     generator = torch.Generator().manual_seed(0)
     query = torch.randn(batch, 7, heads, 8, generator=generator).transpose(1, 2)  # as the models make it
     whole = torch.randn(2, batch, kv_heads, 60, 8, generator=generator)

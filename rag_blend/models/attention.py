@@ -7,7 +7,7 @@ import sys
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
@@ -19,7 +19,10 @@ if TYPE_CHECKING:
 
 AttentionFunction = Callable[..., tuple[torch.Tensor, torch.Tensor | None]]  # see `packed_attention`
 _NAME = "rag_blend_packed"
-_ROWS_OF_A_BLOCK = 96
+# What torch's attention on CPUs takes in one piece, 64 rows, it takes if there are so many; fewer see less in vain.
+_PACKED_ROWS = 192
+_MOST_ROWS_OF_A_BLOCK = 96
+_MOST_MASK_BYTES = 256_000_000
 _MASKS_AT_ONCE = 2  # of layers with and without a window
 
 
@@ -63,14 +66,30 @@ def packed_attention(
     return output.reshape(batch, heads, rows, value.shape[-1]).transpose(1, 2).contiguous(), None
 
 
-class FewRows:
-    """SDPA of some rows of one prompt, which copies neither keys nor mask and skips what no row of a block may see.
+class _Block(NamedTuple):
+    """Rows that are attended to together.
 
-    One object serves one prefill. Batches, and single rows, are left to `packed_attention`.
+    Attributes:
+        rows: Which of the rows.
+        near: From where to where the keys lie that they may see.
+        mask: Additive, (1, 1, query heads that share a key head x rows, keys); None: too large to be kept.
+    """
+
+    rows: slice
+    near: slice
+    mask: torch.Tensor | None
+
+
+class FewRows:
+    """SDPA of some rows of one prompt, which copies no keys and skips what no row of a block may see.
+
+    The query heads that share a key head are rows of one attention, for on a CPU its blocks of keys are then read once
+    for all of them; and the mask is turned into numbers once, not in each layer. One object serves one prefill.
+    Batches, and single rows, are left to `packed_attention`.
     """
 
     def __init__(self) -> None:
-        self._blocks: deque[tuple[torch.Tensor, list[tuple[slice, slice]]]] = deque(maxlen=_MASKS_AT_ONCE)
+        self._known: deque[tuple[torch.Tensor, list[_Block]]] = deque(maxlen=_MASKS_AT_ONCE)
 
     def __call__(
         self,
@@ -82,36 +101,48 @@ class FewRows:
         **kwargs: Any,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """See `packed_attention`."""
-        batch, heads, rows, _ = query.shape
+        batch, heads, rows, dim = query.shape
         if attention_mask is None or attention_mask.shape[1] != 1 or kwargs.get("position_bias") is not None:
             return packed_attention(module, query, key, value, attention_mask, **kwargs)
         if batch > 1 or rows == 1:
             return packed_attention(module, query, key, value, attention_mask, **kwargs)
-        groups = (key.shape[1], heads // key.shape[1])
-        queries = query[0].view(*groups, rows, -1)  # heads that share keys are heads of one batch entry
-        keys, values = (side[0][:, None].expand(-1, groups[1], -1, -1) for side in (key, value))
-        output = query.new_empty((rows, *groups, value.shape[-1]))
-        for block, near in self._blocks_of(attention_mask):
+        kv_heads, groups = key.shape[1], heads // key.shape[1]
+        queries = query.view(kv_heads, groups, rows, dim)
+        output = query.new_empty((rows, kv_heads, groups, value.shape[-1]))
+        for block, near, mask in self._blocks_of(attention_mask, groups, query.dtype):
             seen = torch.nn.functional.scaled_dot_product_attention(
-                queries[:, :, block],
-                keys[:, :, near],
-                values[:, :, near],
-                attn_mask=attention_mask[:, :, block, near],
+                queries[:, :, block].reshape(1, kv_heads, -1, dim),
+                key[:, :, near],
+                value[:, :, near],
+                attn_mask=_additive(attention_mask[0, 0, block, near], groups, query.dtype) if mask is None else mask,
                 dropout_p=kwargs.get("dropout", 0.0),
                 scale=kwargs.get("scaling"),
             )
-            output[block] = seen.permute(2, 0, 1, 3)
+            output[block] = seen.view(kv_heads, groups, -1, value.shape[-1]).permute(2, 0, 1, 3)
         return output.view(1, rows, heads, value.shape[-1]), None
 
-    def _blocks_of(self, mask: torch.Tensor) -> list[tuple[slice, slice]]:
-        """Blocks of rows, and from where to where the keys lie that each may see; found once for all layers."""
-        for known, blocks in self._blocks:
+    def _blocks_of(self, mask: torch.Tensor, groups: int, dtype: torch.dtype) -> list[_Block]:
+        """Found once for all layers with the same mask."""
+        for known, blocks in self._known:
             if known is mask:
                 return blocks
-        starts = range(0, mask.shape[2], _ROWS_OF_A_BLOCK)
-        rows = [slice(start, min(start + _ROWS_OF_A_BLOCK, mask.shape[2])) for start in starts]
-        self._blocks.append((mask, [(block, _seen_by(mask[0, 0, block])) for block in rows]))
-        return self._blocks[-1][1]
+        count, num_tokens = mask.shape[2:]
+        size = min(_MOST_ROWS_OF_A_BLOCK, -(-_PACKED_ROWS // groups))
+        kept = count * groups * num_tokens * dtype.itemsize <= _MOST_MASK_BYTES
+        blocks = []
+        for start in range(0, count, size):
+            rows = slice(start, min(start + size, count))
+            near = _seen_by(mask[0, 0, rows])
+            blocks.append(_Block(rows, near, _additive(mask[0, 0, rows, near], groups, dtype) if kept else None))
+        self._known.append((mask, blocks))
+        return blocks
+
+
+def _additive(mask: torch.Tensor, groups: int, dtype: torch.dtype) -> torch.Tensor:
+    """A mask of (rows, keys), True or 0 where a row may look, as one to be added, (1, 1, groups x rows, keys)."""
+    if mask.dtype == torch.bool:
+        mask = torch.zeros_like(mask, dtype=dtype).masked_fill_(~mask, -torch.inf)
+    return mask.to(dtype).repeat(groups, 1)[None, None]
 
 
 def _seen_by(rows: torch.Tensor) -> slice:

@@ -247,8 +247,8 @@ def test_attention_does_not_go_where_no_row_looks() -> None:
     """Blocks of rows take the keys of their windows only."""
     adapter = adapter_for(windowed_model("mistral"), windows=True)
     rows = RowSet(adapter, 400, torch.arange(100, 400))
-    blocks = FewRows()._blocks_of(rows.mask(WINDOW))
-    assert [(near.start, near.stop) for _, near in blocks] == [(85, 196), (181, 292), (277, 388), (373, 400)]
+    blocks = FewRows()._blocks_of(rows.mask(WINDOW), 1, torch.float32)
+    assert [(block.near.start, block.near.stop) for block in blocks] == [(85, 196), (181, 292), (277, 388), (373, 400)]
 
 
 @ROPE_BY_TYPE
