@@ -61,6 +61,7 @@ def quality(
         typer.Option(help="prime/selector[:ratio][,option=value], published, reuse, default; may be repeated."),
     ] = None,
     shuffle: Annotated[bool, typer.Option("--shuffle", help="Put the passages of each case in another order.")] = False,
+    join: Annotated[int, typer.Option(min=1, help="So many passages in a row become one, for longer chunks.")] = 1,
     tasks: Annotated[str, typer.Option(help=f"More tasks, separated by commas: {', '.join(TASKS)}.")] = "",
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Longest answer.")] = 32,
     floors: Annotated[int, typer.Option(min=0, help="Cases per group on which the floors are measured.")] = 5,
@@ -82,7 +83,7 @@ def quality(
         from rag_blend.evaluation import Policy, QualityBench
 
         chosen = [Policy.parse(text) for text in policy or _POLICIES]
-        cases = read_cases(data, limit, passages, task_names(tasks), shuffle, seed)
+        cases = read_cases(data, limit, passages, task_names(tasks), shuffle, seed, join)
         loaded, tokenizer = load_model(model, dtype)
         with QualityBench(loaded, tokenizer, storage or out / "kv", chosen, max_new_tokens, out, floors) as measuring:
             measuring.prepare(cases, progress=not as_json)
@@ -111,7 +112,7 @@ def figures(
     with user_errors():
         from rag_blend.evaluation.figures import draw_figures
 
-        cases = read_cases(data, limit, passages, [], False, 0)
+        cases = read_cases(data, limit, passages)
         loaded, tokenizer = load_model(model, dtype)
         paths = draw_figures(loaded, tokenizer, cases, out)
         if as_json:

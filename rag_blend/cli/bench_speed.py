@@ -228,7 +228,7 @@ def _counts(option: str, text: str) -> list[int]:
 def _texts(tokenizer: Any, chunk_tokens: int, data: list[Path] | None) -> Texts:
     from rag_blend.evaluation.speed.texts import Texts
 
-    cases = read_cases(data, _ALL_CASES, None, [], False, 0) if data else None
+    cases = read_cases(data, _ALL_CASES, None) if data else None
     return Texts(tokenizer, chunk_tokens, cases)
 
 

@@ -74,7 +74,7 @@ def _cases(data: list[Path], documents: Path | None, limit: int, passages: int |
     if bool(data) == (documents is not None):
         raise ValueError("give either --data or --documents")
     if documents is None:
-        return read_cases(data, limit, passages, [], False, seed)
+        return read_cases(data, limit, passages, seed=seed)
     from rag_blend.evaluation import cases_from_chunks, chunks_of
 
     return cases_from_chunks(chunks_of(documents), limit, passages or 10, seed)

@@ -50,7 +50,7 @@ def codecs(
 
         chosen = [codec_of(name).name for name in codec] if codec else _installed()
         blending = Policy.parse(policy)
-        cases = read_cases(data, limit, passages, [], False, 0)
+        cases = read_cases(data, limit, passages)
         loaded, tokenizer = load_model(model, dtype)
         report = measure_codecs(loaded, tokenizer, cases, chosen, out, blending, max_new_tokens, not as_json)
         written = report.write(out)

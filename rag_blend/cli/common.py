@@ -108,7 +108,13 @@ def task_names(text: str) -> list[str]:
 
 
 def read_cases(
-    data: Sequence[Path], limit: int, passages: int | None, tasks: Sequence[str], shuffle: bool, seed: int
+    data: Sequence[Path],
+    limit: int,
+    passages: int | None,
+    tasks: Sequence[str] = (),
+    shuffle: bool = False,
+    seed: int = 0,
+    join: int = 1,
 ) -> list[Case]:
     """The files' cases, each file's derived ones behind them, made-up ones last.
 
@@ -118,13 +124,15 @@ def read_cases(
     """
     from dataclasses import replace
 
-    from rag_blend.evaluation import copy_cases, load_cases, lookup_cases, shuffled, unanswerable
+    from rag_blend.evaluation import copy_cases, joined, load_cases, lookup_cases, shuffled, unanswerable
 
     cases: list[Case] = []
     for path in data:
         own = load_cases(path, limit, passages)
         if shuffle:
             own = [shuffled(case, seed) for case in own]
+        if join > 1:
+            own = [joined(case, join) for case in own]
         cases += own
         if "unanswerable" in tasks:
             # Where all passages are supporting, or none is marked, there is nothing to leave out or to be left.

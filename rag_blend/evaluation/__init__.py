@@ -1,7 +1,7 @@
 """How close blending comes to full prefill, on questions, on copying, on lookups, and in time to the first token."""
 
 from rag_blend.evaluation.calibrate import Calibration, Candidate, CandidateResult, calibrate
-from rag_blend.evaluation.cases import Case, Passage, load_cases, shuffled
+from rag_blend.evaluation.cases import Case, Passage, joined, load_cases, shuffled
 from rag_blend.evaluation.collection import cases_from_chunks, chunks_of
 from rag_blend.evaluation.policies import Policy
 from rag_blend.evaluation.quality import QualityBench
@@ -21,6 +21,7 @@ __all__ = [
     "cases_from_chunks",
     "chunks_of",
     "copy_cases",
+    "joined",
     "load_cases",
     "lookup_cases",
     "shuffled",

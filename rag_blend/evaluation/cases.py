@@ -124,6 +124,24 @@ def shuffled(case: Case, seed: int) -> Case:
     return replace(case, passages=tuple(passages))
 
 
+def joined(case: Case, count: int) -> Case:
+    """The case with every `count` passages that follow each other as one, the last one of those that are left."""
+    passages = []
+    for start in range(0, len(case.passages), count):
+        group = case.passages[start : start + count]
+        documents = {passage.document for passage in group}
+        text = "\n\n".join(passage.prompt_text for passage in group)
+        passages.append(
+            Passage(
+                text,
+                supporting=any(passage.supporting for passage in group),
+                document=documents.pop() if len(documents) == 1 else "",
+                place=group[0].place,
+            )
+        )
+    return replace(case, passages=tuple(passages))
+
+
 def kept(passages: Sequence[Passage], num_passages: int | None) -> tuple[Passage, ...]:
     """The supporting passages and as many others, in their order, as make `num_passages`; None keeps all.
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from rag_blend.evaluation import Case, Passage, load_cases, shuffled
+from rag_blend.evaluation import Case, Passage, joined, load_cases, shuffled
 from rag_blend.evaluation.cases import ingestible
 
 DATA = Path(__file__).parents[3] / "shared" / "data"
@@ -113,6 +113,20 @@ class TestShuffled:
         assert once == shuffled(case, 1) != case
         assert sorted(texts(once)) == sorted(texts(case))
         assert shuffled(case, 2) != once
+
+
+class TestJoined:
+    def test_as_they_stand_in_a_prompt(self) -> None:
+        passages = (Passage("a", "A"), Passage("b", supporting=True), Passage("c"))
+        once = joined(Case("1", "qa", "q?", ("a",), passages), 2)
+        assert once.passages == (Passage("A\na\n\nb", supporting=True), Passage("c"))
+
+    def test_of_one_document_they_stay_a_part_of_it(self) -> None:
+        passages = tuple(Passage(str(i), document="ab"[i // 3], place=i) for i in range(5))
+        once = joined(Case("1", "qa", "q?", ("a",), passages), 2)
+        assert [(p.text, p.document, p.place) for p in once.passages] == [
+            ("0\n\n1", "a", 0), ("2\n\n3", "", 2), ("4", "b", 4),
+        ]  # fmt: skip
 
 
 @pytest.mark.parametrize(

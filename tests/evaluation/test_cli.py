@@ -40,7 +40,8 @@ def test_quality_writes_reports_and_shows_a_table(model_dir: Path, data_file: Pa
 
 
 def test_json_and_more_tasks(model_dir: Path, data_file: Path, tmp_path: Path) -> None:
-    tasks = ("--tasks", "unanswerable, copy,lookup", "--passages", 2, "--limit", 1, "--policy", "reuse", "--shuffle")
+    tasks = ["--tasks", "unanswerable, copy,lookup", "--limit", 1, "--policy", "reuse"]
+    tasks += ["--passages", 4, "--shuffle", "--join", 2]
     result = quality(model_dir, data_file, tmp_path, "--json", "--storage", tmp_path / "kv", *tasks)
     assert result.exit_code == 0, result.output
     groups = json.loads(result.stdout)["groups"]
