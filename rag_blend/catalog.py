@@ -21,6 +21,7 @@ from rag_blend.plan import BlendPlan, plan_blend
 logger = logging.getLogger(__name__)
 
 TokenIdsOf = Callable[[str], np.ndarray]
+_BEST_FIRST = ("own", "shared", "none")  # see `ChunkOrigin.priming`
 _EDGE_TOKENS = 3  # so many tokens may change where two texts meet
 _CHUNKS_AT_ONCE = 4096  # whose ids are in memory while they are added
 
@@ -169,7 +170,7 @@ class ChunkCatalog:
 
     def _find(self, prompt_ids: np.ndarray) -> Findings:
         prefix: list[Match] = []
-        chunks: list[tuple[bool, bool, Match]] = []
+        chunks: list[tuple[bool, int, Match]] = []
         unsuited: list[_Group] = []
         for group in self._groups.values():
             suits = group.suits(prompt_ids)
@@ -181,10 +182,10 @@ class ChunkCatalog:
                     prefix.append(match)
                 elif not group.of_heads:
                     # A chunk cached behind this very head is better than one cached behind an unknown one, and one
-                    # that was primed with a text of its own better than the same one that was not.
-                    chunks.append((suits and group.head_ids is not None, group.priming == "own", match))
+                    # that was primed, best with a text of its own, better than the same one that was not.
+                    chunks.append((suits and group.head_ids is not None, _BEST_FIRST.index(group.priming), match))
         prefix.sort(key=lambda m: (m.start, -m.length))
-        chunks.sort(key=lambda c: (not c[0], -c[2].length, c[2].start, not c[1]))
+        chunks.sort(key=lambda c: (not c[0], -c[2].length, c[2].start, c[1]))
         matches = [match for _, _, match in chunks]
         elsewhere = self._elsewhere(prompt_ids, unsuited, [*prefix, *matches])
         return Findings(prefix, matches, elsewhere, [])

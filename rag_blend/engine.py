@@ -114,6 +114,8 @@ class BlendEngine:
         prime_tokens: Length of a sampled priming text; best about as much text as will stand in front of a chunk.
         prime_texts: How many sampled texts a chunk is primed with, one at a time: the mean of its caches is stored,
             with the one behind the head alone among them. Each text costs a prefill of the chunk at ingestion.
+        exact_first: Keep each primed chunk also as it is behind the head alone: what stands first in a prompt, the best
+            hit with most retrievers, is then exact. Twice the storage.
         namespace: Tenant. Entries of different namespaces never meet.
         kv_dtype: Dtype of stored keys and values. None: the model's own if it has 16 bits, else float16.
         codec: How new entries are written down: ``"raw"``, ``"zstd"`` (lossless), ``"int8"``, ``"int4"``, or a `Codec`.
@@ -149,6 +151,7 @@ class BlendEngine:
         prime: str = "sample",
         prime_tokens: int = 512,
         prime_texts: int = 1,
+        exact_first: bool = False,
         namespace: str = "default",
         kv_dtype: torch.dtype | None = None,
         codec: str | Codec = "raw",
@@ -188,7 +191,7 @@ class BlendEngine:
             if self._adapter is not None:
                 self._control = _controller_for(self._adapter, reuse_when, self._backend.parallel_reads)
         self._store = KVStore(self._backend, fingerprint, namespace, kv_dtype, codec)
-        self._primer = Primer(prime, prime_tokens, prime_texts, tokenizer, self._store)
+        self._primer = Primer(prime, prime_tokens, prime_texts, tokenizer, self._store, exact_first)
         self._priming = priming_of(prime, prime_tokens, prime_texts)
         self._catalog = empty_catalog(self._store, any_head)
         self._clock = IdleClock()

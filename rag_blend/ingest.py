@@ -18,6 +18,7 @@ from rag_blend.chunk import GENERIC_HEAD, NO_TOKENS, ChunkKV, ChunkOrigin, Conte
 from rag_blend.prefiller import ChunkPrefiller, Job, Prefilled, PrefillModel
 from rag_blend.primer import Primer
 from rag_blend.prompt import bos_ids, chunk_ids
+from rag_blend.sample import UNPRIMED
 from rag_blend.store import KVStore
 
 logger = logging.getLogger(__name__)
@@ -87,12 +88,15 @@ class Ingester:
         with self._lock:
             self._primer.learn(chunks, documents)
             jobs = self._plan(chunks, documents, head)
-        self._link(jobs, documents)
+        firsts = self._unprimed(jobs, head)
+        linked = [*zip(jobs, documents, strict=True), *zip(firsts, documents, strict=True)]
+        self._link(linked)
         heads = [] if head is None else [self._head_job(head)]
-        missing = self._unknown([*heads, *jobs])
+        missing = self._unknown([*heads, *jobs, *firsts])
         num_bytes = self._compute(missing, progress)
-        self._link(jobs, documents)  # again, for what was written while somebody forgot the document
-        computed = [job for job in missing if job.key in num_bytes and job not in heads]
+        self._link(linked)  # again, for what was written while somebody forgot the document
+        others = {job.key for job in (*heads, *firsts) if job is not None}
+        computed = [job for job in missing if job.key in num_bytes and job.key not in others]
         return IngestReport(
             chunks=len(computed),
             tokens=sum(len(job.token_ids) for job in computed),
@@ -117,6 +121,18 @@ class Ingester:
             jobs.append(_Job(chunk, contexts, self._store.key_of(origin, chunk), origin))
         return jobs
 
+    def _unprimed(self, jobs: Sequence[_Job | None], head: np.ndarray | None) -> list[_Job | None]:
+        """What is kept for where a chunk stands first, for each job; None where the chunk itself is unprimed."""
+        if head is None or not self._primer.exact_first:  # behind a head that nobody knows, nothing is exact
+            return [None] * len(jobs)
+        origin, contexts = self._store.origin(digest_ids(head), UNPRIMED.digest), UNPRIMED.contexts(head)
+        return [
+            None
+            if job is None or job.origin == origin
+            else _Job(job.token_ids, contexts, self._store.key_of(origin, job.token_ids), origin)
+            for job in jobs
+        ]
+
     def _fits(self, context: np.ndarray, chunk: np.ndarray) -> bool:
         if len(chunk) < MIN_CHUNK_TOKENS:
             return False
@@ -140,10 +156,10 @@ class Ingester:
         origin = self._store.origin(NO_TOKENS, NO_TOKENS)
         return _Job(head, (Context(_NOTHING, 1.0),), self._store.key_of(origin, head), origin)
 
-    def _link(self, jobs: Sequence[_Job | None], documents: Sequence[str]) -> None:
+    def _link(self, jobs: Iterable[tuple[_Job | None, str]]) -> None:
         # Before anything is written: a document that can be found must also be forgettable.
         keys: defaultdict[str, list[str]] = defaultdict(list)
-        for job, document in zip(jobs, documents, strict=True):
+        for job, document in jobs:
             if job is not None and document:
                 keys[document].append(job.key)
         for document, needed in keys.items():

@@ -83,9 +83,10 @@ class ChunkPrefiller:
                 together[context.token_ids.tobytes()].append((number, context))
         for key, members in together.items():
             behind = self._behind(key, members[0][1].token_ids)
-            rows = behind([jobs[number].token_ids for number, _ in members])
-            for (number, context), layers in zip(members, rows, strict=True):
-                means[number].add(layers, context.weight)
+            chunks = {jobs[number].token_ids.tobytes(): jobs[number].token_ids for number, _ in members}
+            rows = dict(zip(chunks, behind(list(chunks.values())), strict=True))
+            for number, context in members:
+                means[number].add(rows[jobs[number].token_ids.tobytes()], context.weight)
         return [mean.result() for mean in means]
 
     def _behind(self, key: bytes, context: np.ndarray) -> PrefillBehind:

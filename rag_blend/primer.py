@@ -42,16 +42,24 @@ class Primer:
         num_texts: How many sampled texts a chunk is primed with, at least 1.
         tokenizer: The model's tokenizer.
         store: Where the sample is recorded.
+        exact_first: Whether unprimed chunks are wanted as well, for where they stand first in a prompt.
 
     Raises:
         ValueError: `num_texts` or `num_tokens` is out of its range.
     """
 
     def __init__(
-        self, choice: str, num_tokens: int, num_texts: int, tokenizer: PreTrainedTokenizerBase, store: KVStore
+        self,
+        choice: str,
+        num_tokens: int,
+        num_texts: int,
+        tokenizer: PreTrainedTokenizerBase,
+        store: KVStore,
+        exact_first: bool = False,
     ) -> None:
         if num_texts < 1 or num_tokens < 0:
             raise ValueError(f"prime_texts must be at least 1 and prime_tokens 0, got {num_texts} and {num_tokens}")
+        self.exact_first = exact_first
         self._store = store
         self._num_tokens = num_tokens
         self._num_texts = num_texts
@@ -71,6 +79,8 @@ class Primer:
 
     def accepts(self, prime: str) -> bool:
         """Whether chunks that name this priming may be reused."""
+        if self.exact_first and prime == UNPRIMED.digest:
+            return True
         return prime in self._digests or bool(self._preceding and prime.startswith(self._preceding))
 
     def reload(self) -> None:

@@ -1,0 +1,105 @@
+"""Chunks that are kept twice: primed, and as they are behind the head alone for where they stand first."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import random_text
+
+from rag_blend import BlendEngine
+
+MakeEngine = Callable[..., BlendEngine]
+HEAD = "Answer from these texts:\n\n"
+PRIMING = {"prime": random_text(99, 80), "selector": "none"}
+
+
+def prompt_of(*texts: str) -> str:
+    return HEAD + "\n\n".join([*texts, "where?"])
+
+
+def test_what_stands_first_is_exact_and_the_rest_primed(make_engine: MakeEngine, texts: list[str]) -> None:
+    once, twice = (make_engine(exact_first=wanted, **PRIMING) for wanted in (False, True))
+    for engine in (once, twice):
+        assert engine.ingest(texts, head=HEAD, progress=False).chunks == 6
+        assert engine.ingest(texts, head=HEAD, progress=False).skipped == 6
+    assert twice.num_chunks == once.num_chunks + 6
+    for order in (texts, texts[::-1]):
+        before, now = (engine.prefill(prompt_of(*order)).stats for engine in (once, twice))
+        assert now.hits == before.hits == 7  # the head is one
+        assert now.prefix_tokens > before.prefix_tokens + 30
+        assert now.prefix_tokens + now.reused_tokens == before.prefix_tokens + before.reused_tokens
+
+
+def test_alone_it_is_full_prefill(make_engine: MakeEngine, texts: list[str]) -> None:
+    engine = make_engine(exact_first=True, kv_dtype=torch.float32, **PRIMING)
+    engine.ingest(texts, head=HEAD, progress=False)
+    answer = engine.prefill(prompt_of(texts[2]))
+    assert answer.stats.mode == "prefix" and answer.stats.hits == 2
+    full = engine.prefill(prompt_of(texts[2]), reuse=False)
+    torch.testing.assert_close(answer.logits, full.logits, atol=1e-5, rtol=1e-5)
+
+
+def test_where_it_does_not_stand_first_it_is_the_primed_one(make_engine: MakeEngine, texts: list[str]) -> None:
+    """Bit for bit: the first text is not stored."""
+    logits = []
+    for wanted in (False, True):
+        engine = make_engine(exact_first=wanted, **PRIMING)
+        engine.ingest(texts[1:], head=HEAD, progress=False)
+        logits.append(engine.prefill(prompt_of(*texts)).logits)
+    assert torch.equal(*logits)
+
+
+def test_both_are_one_prefill(make_engine: MakeEngine, texts: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    from rag_blend.transformers_prefill import TransformersPrefill
+
+    counts = []
+    behind = TransformersPrefill.behind
+
+    def counting(self: TransformersPrefill, context: object) -> object:
+        run = behind(self, context)  # type: ignore[arg-type]
+
+        def prefill(chunks: list[object]) -> object:
+            counts[-1] += len(chunks)
+            return run(chunks)  # type: ignore[arg-type]
+
+        return prefill
+
+    monkeypatch.setattr(TransformersPrefill, "behind", counting)
+    for wanted in (False, True):
+        counts.append(0)
+        make_engine(exact_first=wanted, **PRIMING).ingest(texts, head=HEAD, progress=False)
+    assert counts[0] == counts[1] == 1 + 2 * 6
+
+
+def test_both_go_with_their_document(make_engine: MakeEngine, texts: list[str], tmp_path: Path) -> None:
+    engine = make_engine(storage=tmp_path, exact_first=True, **PRIMING)
+    engine.ingest(texts, doc_ids=["a", "a", "a", "b", "b", "b"], head=HEAD, progress=False)
+    chunks = engine.num_chunks
+    assert engine.forget(["a"]).entries == 6
+    assert engine.num_chunks == chunks - 6
+    assert make_engine(storage=tmp_path, **PRIMING).num_chunks == 1 + 3  # who does not want them does not see them
+
+
+def test_without_a_known_head_there_is_nothing_to_be_first_behind(make_engine: MakeEngine, texts: list[str]) -> None:
+    engine = make_engine(exact_first=True, **PRIMING)
+    engine.ingest(texts, progress=False)
+    assert engine.num_chunks == 6
+
+
+def test_a_damaged_primed_one_is_replaced_by_the_other(
+    make_engine: MakeEngine, texts: list[str], tmp_path: Path
+) -> None:
+    """It is a worse one there, but not a wrong one."""
+    once, twice = (make_engine(storage=tmp_path, exact_first=wanted, **PRIMING) for wanted in (False, True))
+    once.ingest([], head=HEAD, progress=False)
+    head = set(tmp_path.glob("??/*.safetensors"))
+    once.ingest(texts, head=HEAD, progress=False)
+    primed = set(tmp_path.glob("??/*.safetensors")) - head
+    twice.ingest(texts, head=HEAD, progress=False)
+    for path in primed:
+        path.write_bytes(path.read_bytes()[:-1])
+    stats = twice.prefill(prompt_of(*texts)).stats
+    assert (stats.hits, stats.misses) == (7, 6)
