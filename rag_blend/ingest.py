@@ -92,7 +92,8 @@ class Ingester:
         linked = [*zip(jobs, documents, strict=True), *zip(firsts, documents, strict=True)]
         self._link(linked)
         heads = [] if head is None else [self._head_job(head)]
-        missing = self._unknown([*heads, *jobs, *firsts])
+        both = [job for pair in zip(jobs, firsts, strict=True) for job in pair]  # side by side, see `_batches`
+        missing = self._unknown([*heads, *both])
         num_bytes = self._compute(missing, progress)
         self._link(linked)  # again, for what was written while somebody forgot the document
         others = {job.key for job in (*heads, *firsts) if job is not None}
@@ -255,12 +256,17 @@ def _head_record(store: KVStore, digest: str) -> str:
 
 
 def _batches(jobs: Sequence[_Job]) -> Iterator[list[_Job]]:
-    """Jobs of similar length together, longest first."""
+    """Jobs of similar length together, longest first; a chunk's unprimed copy goes with it: there it costs nothing."""
     batch: list[_Job] = []
+    num_texts = 0
     for job in sorted(jobs, key=lambda job: -len(job.token_ids)):
-        if batch and (len(batch) + 1) * len(batch[0].token_ids) > _BATCH_TOKENS:
+        if batch and job.origin.priming == "none" and np.array_equal(job.token_ids, batch[-1].token_ids):
+            batch.append(job)
+            continue
+        if batch and (num_texts + 1) * len(batch[0].token_ids) > _BATCH_TOKENS:
             yield batch
-            batch = []
+            batch, num_texts = [], 0
         batch.append(job)
+        num_texts += 1
     if batch:
         yield batch

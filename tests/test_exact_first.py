@@ -10,6 +10,7 @@ import torch
 from conftest import random_text
 
 from rag_blend import BlendEngine
+from rag_blend.transformers_prefill import TransformersPrefill
 
 MakeEngine = Callable[..., BlendEngine]
 HEAD = "Answer from these texts:\n\n"
@@ -34,7 +35,7 @@ def test_what_stands_first_is_exact_and_the_rest_primed(make_engine: MakeEngine,
 
 
 def test_alone_it_is_full_prefill(make_engine: MakeEngine, texts: list[str]) -> None:
-    engine = make_engine(exact_first=True, kv_dtype=torch.float32, **PRIMING)
+    engine = make_engine(exact_first=True, **PRIMING)
     engine.ingest(texts, head=HEAD, progress=False)
     answer = engine.prefill(prompt_of(texts[2]))
     assert answer.stats.mode == "prefix" and answer.stats.hits == 2
@@ -52,9 +53,12 @@ def test_where_it_does_not_stand_first_it_is_the_primed_one(make_engine: MakeEng
     assert torch.equal(*logits)
 
 
-def test_both_are_one_prefill(make_engine: MakeEngine, texts: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    from rag_blend.transformers_prefill import TransformersPrefill
-
+@pytest.mark.parametrize("batch_tokens", [1, 250, 400, 2048])
+def test_both_are_one_prefill(
+    make_engine: MakeEngine, texts: list[str], batch_tokens: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However many chunks a batch takes, and whether or not they are equally long."""
+    monkeypatch.setattr("rag_blend.ingest._BATCH_TOKENS", batch_tokens)
     counts = []
     behind = TransformersPrefill.behind
 

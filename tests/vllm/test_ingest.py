@@ -5,7 +5,8 @@ The server's forwards are of 96 tokens at most, so contexts and chunks are prefi
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -167,6 +168,20 @@ def test_neither_answers_nor_chunks_suffer_from_each_other(
         assert answer.far_from(full(hf, ids)) < CLOSE
 
 
+@contextmanager
+def under_way(server: Server, ids: list[int], max_tokens: int) -> Iterator[None]:
+    """A request that has been added and not answered; at the end it is."""
+    from vllm import SamplingParams
+
+    engine = server.llm.llm_engine
+    engine.add_request("under way", {"prompt_token_ids": ids}, SamplingParams(max_tokens=max_tokens))
+    try:
+        yield
+    finally:
+        while engine.has_unfinished_requests():
+            engine.step()
+
+
 def test_what_a_sleep_has_emptied_is_not_taken_for_computed(
     server: Server, configure: Configure, make_hf: Callable[..., BlendEngine], tmp_path: Path
 ) -> None:
@@ -183,30 +198,18 @@ def test_what_a_sleep_has_emptied_is_not_taken_for_computed(
 
 def test_a_request_that_waits_is_not_forgotten(clean: Server, hf: BlendEngine, corpus: list[str]) -> None:
     """It has no blocks yet, so the prefix cache alone does not tell."""
-    from vllm import SamplingParams
-
-    engine, ids = clean.llm.llm_engine, ids_of(hf, prompt_of(corpus[:3]))
-    engine.add_request("waiting", {"prompt_token_ids": ids}, SamplingParams(max_tokens=1))
-    try:
-        with pytest.raises(RuntimeError, match="has requests under way"):
-            ingested(clean, fresh_texts())
-    finally:
-        while engine.has_unfinished_requests():
-            engine.step()
+    with (
+        under_way(clean, ids_of(hf, prompt_of(corpus[:3])), max_tokens=1),
+        pytest.raises(RuntimeError, match="has requests under way"),
+    ):
+        ingested(clean, fresh_texts())
 
 
 def test_a_busy_vllm_is_not_disturbed(clean: Server, hf: BlendEngine, corpus: list[str]) -> None:
-    from vllm import SamplingParams
-
-    engine = clean.llm.llm_engine
-    engine.add_request("busy", {"prompt_token_ids": ids_of(hf, prompt_of(corpus[:3]))}, SamplingParams(max_tokens=4))
-    engine.step()
-    try:
+    with under_way(clean, ids_of(hf, prompt_of(corpus[:3])), max_tokens=4):
+        clean.llm.llm_engine.step()
         with pytest.raises(RuntimeError, match="under way"):
             ingested(clean, fresh_texts())
-    finally:
-        while engine.has_unfinished_requests():
-            engine.step()
 
 
 def test_tenants_are_the_connectors(clean: Server, hf: BlendEngine) -> None:
