@@ -80,15 +80,16 @@ class Verdict:
         return verdict
 
 
-def priming_of(prime: str, prime_tokens: int, prime_texts: int) -> str:
+def priming_of(prime: str, prime_tokens: int, prime_texts: int, exact_first: bool) -> str:
     """Names an engine's way of priming: chunks primed otherwise deserve a verdict of their own.
 
     Args:
-        prime: `BlendEngine`'s argument of that name, like the next two.
+        prime: `BlendEngine`'s argument of that name, like the others.
         prime_tokens: Length of a sampled text.
         prime_texts: Sampled texts per chunk.
+        exact_first: Whether there are unprimed copies.
     """
-    return json.dumps([prime] if prime == "none" else [prime, prime_tokens, prime_texts])
+    return json.dumps([prime] if prime == "none" else [prime, prime_tokens, prime_texts, exact_first])
 
 
 def load_verdict(store: KVStore, priming: str) -> Verdict | None:

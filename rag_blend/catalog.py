@@ -6,13 +6,13 @@ import logging
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from collections.abc import Set as AbstractSet
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 from typing import NamedTuple
 
 import numpy as np
 
-from rag_blend.chunk import GENERIC_HEAD, ChunkOrigin, digest_ids
+from rag_blend.chunk import GENERIC_HEAD, NO_TOKENS, ChunkOrigin, digest_ids
 from rag_blend.errors import StoreUnavailableError
 from rag_blend.label import ListedChunk
 from rag_blend.match import ChunkIndex, Match
@@ -21,6 +21,7 @@ from rag_blend.plan import BlendPlan, plan_blend
 logger = logging.getLogger(__name__)
 
 TokenIdsOf = Callable[[str], np.ndarray]
+UnprimedKeyOf = Callable[[str, np.ndarray], str]
 _BEST_FIRST = ("own", "shared", "none")  # see `ChunkOrigin.priming`
 _EDGE_TOKENS = 3  # so many tokens may change where two texts meet
 _CHUNKS_AT_ONCE = 4096  # whose ids are in memory while they are added
@@ -83,9 +84,9 @@ class _Group:
             return True
         return common_prefix(self.head_ids, prompt_ids) >= len(self.head_ids) - _EDGE_TOKENS
 
-    def is_exact(self, match: Match, prompt_ids: np.ndarray) -> bool:
+    def stands_first(self, match: Match, prompt_ids: np.ndarray) -> bool:
         """Whether the match stands directly behind the very head it was cached behind."""
-        if self.priming != "none" or self.head_ids is None or match.offset or match.start != len(self.head_ids):
+        if self.head_ids is None or match.offset or match.start != len(self.head_ids):
             return False
         return common_prefix(self.head_ids, prompt_ids) == len(self.head_ids)
 
@@ -100,19 +101,36 @@ class ChunkCatalog:
             does not answer.
         head_ids_of: Brings a head's ids from its digest; KeyError when unknown. Ids of another digest count as unknown.
         any_head: Blend chunks also behind a head they were not cached behind (never as exact).
+        unprimed_key_of: From a head's digest and a chunk's ids to the key that the chunk has if it was not primed. If
+            given, unprimed chunks are copies of primed ones: each is used where that one stands first, and is exact
+            there, and nowhere else. None: they are chunks like others.
     """
 
-    def __init__(self, token_ids_of: TokenIdsOf, head_ids_of: TokenIdsOf, any_head: bool = False) -> None:
+    def __init__(
+        self,
+        token_ids_of: TokenIdsOf,
+        head_ids_of: TokenIdsOf,
+        any_head: bool = False,
+        unprimed_key_of: UnprimedKeyOf | None = None,
+    ) -> None:
         self._token_ids_of = token_ids_of
         self._head_ids_of = head_ids_of
         self._any_head = any_head
+        self._unprimed_key_of = unprimed_key_of
+        self._copies: set[str] = set()  # found by their keys, so their ids need not be indexed
         self._groups: dict[tuple[str, str], _Group] = {}
         self._lost: set[str] = set()  # gone, as one search found
         self._silent: set[str] = set()  # not to be had during one search
         self._reported_heads: set[str] = set()
 
     def __len__(self) -> int:
+        """Chunks, each once, and heads."""
         return sum(len(group.index) for group in list(self._groups.values()))
+
+    @property
+    def num_copies(self) -> int:
+        """Unprimed copies, which do not count as chunks."""
+        return len(self._copies)
 
     def add(self, key: str, origin: ChunkOrigin, token_ids: np.ndarray) -> None:
         """Make a stored chunk known. A chunk whose head cannot be found any more is left out."""
@@ -131,12 +149,14 @@ class ChunkCatalog:
     def remove(self, keys: Iterable[str]) -> None:
         """Forget chunks; unknown keys are ignored."""
         for key in keys:
+            self._copies.discard(key)
             for group in self._groups.values():
                 group.index.remove(key)
 
     def clear(self) -> None:
         """Forget all chunks."""
         self._groups.clear()
+        self._copies.clear()
 
     def find(self, prompt_ids: np.ndarray, without: AbstractSet[str] = frozenset()) -> Findings:
         """Find stored chunks in a prompt.
@@ -155,11 +175,25 @@ class ChunkCatalog:
             gone |= self._lost
             self._lost.clear()
 
-    def keys_in(self, token_ids: np.ndarray) -> set[str]:
-        """Keys of the stored chunks that lie in these ids, behind whatever head they were cached."""
-        return {match.key for group in list(self._groups.values()) for match in group.index.match(token_ids)}
+    def keys_in(self, token_ids: np.ndarray, first: bool = False) -> set[str]:
+        """Keys of the stored chunks that lie in these ids, behind whatever head they were cached.
+
+        Args:
+            token_ids: The ids, int32, shape (num_tokens,).
+            first: With those of their unprimed copies.
+        """
+        keys = set()
+        for (head, _), group in list(self._groups.items()):
+            for match in group.index.match(token_ids):
+                keys.add(match.key)
+                if first and (copy := self._copy_of(match, head)):
+                    keys.add(copy.key)
+        return keys
 
     def _add_some(self, head: str, priming: str, chunks: Iterable[ListedChunk]) -> None:
+        if self._unprimed_key_of is not None and priming == "none" and head != NO_TOKENS:
+            self._copies.update(chunk.key for chunk in chunks)
+            return
         try:
             group = self._group(head, priming)
         except KeyError:
@@ -172,15 +206,19 @@ class ChunkCatalog:
         prefix: list[Match] = []
         chunks: list[tuple[bool, int, Match]] = []
         unsuited: list[_Group] = []
-        for group in self._groups.values():
+        for (head, _), group in self._groups.items():
             suits = group.suits(prompt_ids)
             if not (suits or self._any_head):
                 unsuited.append(group)
                 continue
             for match in group.index.match(prompt_ids):
-                if suits and group.is_exact(match, prompt_ids):
+                first = suits and group.stands_first(match, prompt_ids)
+                if first and group.priming == "none":
                     prefix.append(match)
-                elif not group.of_heads:
+                    continue
+                if first and (copy := self._copy_of(match, head)):
+                    prefix.append(copy)
+                if not group.of_heads:
                     # A chunk cached behind this very head is better than one cached behind an unknown one, and one
                     # that was primed, best with a text of its own, better than the same one that was not.
                     chunks.append((suits and group.head_ids is not None, _BEST_FIRST.index(group.priming), match))
@@ -189,6 +227,16 @@ class ChunkCatalog:
         matches = [match for _, _, match in chunks]
         elsewhere = self._elsewhere(prompt_ids, unsuited, [*prefix, *matches])
         return Findings(prefix, matches, elsewhere, [])
+
+    def _copy_of(self, match: Match, head: str) -> Match | None:
+        """The same match in the unprimed copy of its chunk, if there is one."""
+        if self._unprimed_key_of is None:
+            return None
+        try:
+            key = self._unprimed_key_of(head, self._ids_or_lost(match.key))
+        except KeyError:
+            return None
+        return replace(match, key=key) if key in self._copies and key not in self._silent else None
 
     def _elsewhere(self, prompt_ids: np.ndarray, groups: Iterable[_Group], usable: Iterable[Match]) -> list[Match]:
         """Matches of groups that do not suit, each place once, apart from what can be used anyway."""

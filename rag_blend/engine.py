@@ -115,7 +115,7 @@ class BlendEngine:
         prime_texts: How many sampled texts a chunk is primed with, one at a time: the mean of its caches is stored,
             with the one behind the head alone among them. Each text costs a prefill of the chunk at ingestion.
         exact_first: Keep each primed chunk also as it is behind the head alone: what stands first in a prompt, the best
-            hit with most retrievers, is then exact. Twice the storage.
+            hit with most retrievers, is then exact. False halves the storage.
         namespace: Tenant. Entries of different namespaces never meet.
         kv_dtype: Dtype of stored keys and values. None: the model's own if it has 16 bits, else float16.
         codec: How new entries are written down: ``"raw"``, ``"zstd"`` (lossless), ``"int8"``, ``"int4"``, or a `Codec`.
@@ -151,7 +151,7 @@ class BlendEngine:
         prime: str = "sample",
         prime_tokens: int = 512,
         prime_texts: int = 1,
-        exact_first: bool = False,
+        exact_first: bool = True,
         namespace: str = "default",
         kv_dtype: torch.dtype | None = None,
         codec: str | Codec = "raw",
@@ -191,9 +191,9 @@ class BlendEngine:
             if self._adapter is not None:
                 self._control = _controller_for(self._adapter, reuse_when, self._backend.parallel_reads)
         self._store = KVStore(self._backend, fingerprint, namespace, kv_dtype, codec)
-        self._primer = Primer(prime, prime_tokens, prime_texts, tokenizer, self._store, exact_first)
-        self._priming = priming_of(prime, prime_tokens, prime_texts)
-        self._catalog = empty_catalog(self._store, any_head)
+        self._primer = Primer(prime, prime_tokens, prime_texts, exact_first, tokenizer, self._store)
+        self._priming = priming_of(prime, prime_tokens, prime_texts, exact_first)
+        self._catalog = empty_catalog(self._store, self._primer, any_head)
         self._clock = IdleClock()
         self._fetching = ThreadPoolExecutor(1, thread_name_prefix="rag-blend-prefetch")
         self._later = IdleIngester(self._ingest_now, self._clock.idle_s)
@@ -271,8 +271,13 @@ class BlendEngine:
 
     @property
     def num_chunks(self) -> int:
-        """Stored chunks that prompts can use."""
+        """Stored chunks that prompts can use, heads among them; copies that `exact_first` keeps do not count."""
         return len(self._catalog)
+
+    @property
+    def num_copies(self) -> int:
+        """Stored copies of chunks that `exact_first` keeps."""
+        return self._catalog.num_copies
 
     def counts(self) -> dict[str, int]:
         """Trouble met with stored entries so far: ``missing``, ``corrupt``, ``foreign``, ``unavailable``."""
@@ -685,7 +690,8 @@ class BlendEngine:
 
     def _prefetch_now(self, texts: Sequence[str]) -> None:
         try:
-            found = {key for ids in chunk_ids(self.tokenizer, texts) for key in self._catalog.keys_in(ids)}
+            chunks = enumerate(chunk_ids(self.tokenizer, texts))
+            found = {key for number, ids in chunks for key in self._catalog.keys_in(ids, first=not number)}
             self._backend.prefetch(found)
         except Exception as error:  # it was a favour
             logger.warning("caches could not be fetched in advance: %s", error)

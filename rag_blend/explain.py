@@ -229,9 +229,10 @@ def _why_nothing_is_found(engine: BlendEngine, census: _Census, num_tokens: int)
         yield f"no chunk of this prompt is stored for this model and namespace, which have {usable}"
     else:
         yield "the store holds no chunk that this engine can use"
-    if stored > usable:
-        others = _count(stored - usable, "chunk")
-        yield f"{others} primed in another way: give prime, prime_tokens and prime_texts as they were ingested"
+    others = stored - usable - (engine.num_copies if usable else 0)  # copies are used with their chunks only
+    if others > 0:
+        primed = f"{_count(others, 'chunk')} primed in another way"
+        yield f"{primed}: give prime, prime_tokens and prime_texts as they were ingested"
     if census.other_models:
         yield (
             f"the store holds {_count(census.other_models, 'chunk')} of another model fingerprint: other weights, "

@@ -246,6 +246,7 @@ class TextStream(Iterator[str]):
         cancel: threading.Event,
     ) -> None:
         self._cancel = cancel
+        self._closed = False
         # Neither thread nor generators may hold this object: dropping the stream must stop the computation.
         self._outcome: list[Generation] = []
         pieces: queue.Queue[str | BaseException | Generation] = queue.Queue()
@@ -274,10 +275,13 @@ class TextStream(Iterator[str]):
         return self.result.token_ids if self.result else []
 
     def __next__(self) -> str:
+        if self._closed:  # pieces may wait that nobody has asked for
+            raise StopIteration
         return next(self._pieces)
 
     def close(self) -> None:
         """Stop the computation and wait until it has stopped. Harmless when it has ended."""
+        self._closed = True
         self._cancel.set()
         if threading.current_thread() is not self._thread:
             self._thread.join()

@@ -124,7 +124,7 @@ class Ingester:
 
     def _unprimed(self, jobs: Sequence[_Job | None], head: np.ndarray | None) -> list[_Job | None]:
         """What is kept for where a chunk stands first, for each job; None where the chunk itself is unprimed."""
-        if head is None or not self._primer.exact_first:  # behind a head that nobody knows, nothing is exact
+        if head is None or not self._primer.keeps_copies:  # behind a head that nobody knows, nothing is exact
             return [None] * len(jobs)
         origin, contexts = self._store.origin(digest_ids(head), UNPRIMED.digest), UNPRIMED.contexts(head)
         return [

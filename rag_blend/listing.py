@@ -15,9 +15,10 @@ from rag_blend.primer import Primer
 from rag_blend.store import KVStore
 
 
-def empty_catalog(store: KVStore, any_head: bool = False) -> ChunkCatalog:
+def empty_catalog(store: KVStore, primer: Primer, any_head: bool = False) -> ChunkCatalog:
     """A catalog that asks the store for ids of chunks and heads; `any_head`: see `ChunkCatalog`."""
-    return ChunkCatalog(store.token_ids, partial(_head_ids, store), any_head)
+    unprimed_key_of = partial(_unprimed_key, store) if primer.keeps_copies else None
+    return ChunkCatalog(store.token_ids, partial(_head_ids, store), any_head, unprimed_key_of)
 
 
 def usable_chunks(store: KVStore, primer: Primer) -> Iterator[ListedChunk]:
@@ -26,6 +27,10 @@ def usable_chunks(store: KVStore, primer: Primer) -> Iterator[ListedChunk]:
         origin = chunk.origin
         if origin.is_head or primer.accepts(origin.prime):
             yield chunk
+
+
+def _unprimed_key(store: KVStore, head: str, token_ids: np.ndarray) -> str:
+    return store.key_of(store.origin(head, NO_TOKENS), token_ids)
 
 
 def _head_ids(store: KVStore, digest: str) -> np.ndarray:

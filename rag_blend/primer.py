@@ -40,9 +40,9 @@ class Primer:
             text itself.
         num_tokens: Length of a sampled or bundled priming text.
         num_texts: How many sampled texts a chunk is primed with, at least 1.
+        exact_first: Whether unprimed copies are wanted as well, for where a chunk stands first in a prompt.
         tokenizer: The model's tokenizer.
         store: Where the sample is recorded.
-        exact_first: Whether unprimed chunks are wanted as well, for where they stand first in a prompt.
 
     Raises:
         ValueError: `num_texts` or `num_tokens` is out of its range.
@@ -53,13 +53,12 @@ class Primer:
         choice: str,
         num_tokens: int,
         num_texts: int,
+        exact_first: bool,
         tokenizer: PreTrainedTokenizerBase,
         store: KVStore,
-        exact_first: bool = False,
     ) -> None:
         if num_texts < 1 or num_tokens < 0:
             raise ValueError(f"prime_texts must be at least 1 and prime_tokens 0, got {num_texts} and {num_tokens}")
-        self.exact_first = exact_first
         self._store = store
         self._num_tokens = num_tokens
         self._num_texts = num_texts
@@ -73,13 +72,14 @@ class Primer:
             self._fixed = Priming((self._ended(chunk_ids(tokenizer, [bundled])[0])[-num_tokens:],))
         elif choice not in CHOICES:
             self._fixed = Priming((self._ended(chunk_ids(tokenizer, [choice])[0]),))
+        self.keeps_copies = exact_first and self._fixed is not UNPRIMED  # of each chunk, unprimed
         self._sample: Sample | None = None
         self._texts: list[PrimingText] = []
         self.reload()
 
     def accepts(self, prime: str) -> bool:
         """Whether chunks that name this priming may be reused."""
-        if self.exact_first and prime == UNPRIMED.digest:
+        if self.keeps_copies and prime == UNPRIMED.digest:
             return True
         return prime in self._digests or bool(self._preceding and prime.startswith(self._preceding))
 

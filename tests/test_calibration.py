@@ -37,7 +37,7 @@ VERDICT = Verdict(
     date="2026-01-02 03:04 UTC",
 )
 FAILED = replace(VERDICT, selector="anchor", ratio=0.5, passed=False, kl=0.3)
-PRIMING = priming_of("sample", 512, 2)
+PRIMING = priming_of("sample", 512, 2, True)
 
 
 def store_of(
@@ -70,8 +70,9 @@ class TestRecord:
         assert load_verdict(store_of(backend, fingerprint="other"), PRIMING) is None
         assert load_verdict(store_of(backend, namespace="other"), PRIMING) is None
         for other in (("none", 512, 2), ("sample", 256, 2), ("sample", 512, 1), ("some text", 512, 2)):
-            assert load_verdict(store_of(backend), priming_of(*other)) is None
-        assert priming_of("none", 512, 2) == priming_of("none", 0, 1)  # nothing is primed either way
+            assert load_verdict(store_of(backend), priming_of(*other, True)) is None
+        assert load_verdict(store_of(backend), priming_of("sample", 512, 2, False)) is None
+        assert priming_of("none", 512, 2, True) == priming_of("none", 0, 1, False)  # nothing is primed either way
 
     @pytest.mark.parametrize("codec", [name for name in codec_names() if not codec_of(name).lossless])
     def test_rounded_caches_have_their_own(self, codec: str) -> None:
@@ -248,7 +249,7 @@ class TestEngine:
     ) -> None:
         plain = make_engine(storage=tmp_path)
         plain.ingest(texts, progress=False)
-        save_verdict(plain._store, priming_of("none", 0, 0), FAILED)
+        save_verdict(plain._store, priming_of("none", 0, 0, True), FAILED)
         engine = make_engine(storage=tmp_path)
         warnings = [r for r in caplog.records if "served by full prefill" in r.message]
         assert len(warnings) == 1 and "KL 0.02" in warnings[0].message and "0.3" in warnings[0].message
@@ -310,7 +311,7 @@ class TestEngine:
         engine = make_engine(storage=tmp_path)
         engine.ingest(texts, progress=False)
         engine.adopt(VERDICT)
-        name = engine._store.record_name("calibration", priming_of("none", 0, 0))
+        name = engine._store.record_name("calibration", priming_of("none", 0, 0, True))
         path = tmp_path / "records" / f"{name}.json"
         path.write_bytes(path.read_bytes()[:-20])
         again = make_engine(storage=tmp_path)

@@ -122,7 +122,7 @@ class TestReuse:
         assert (stats.hits, stats.misses) == (3, 2)
 
     def test_primed_chunks_are_not_exact(self, make_engine: MakeEngine, texts: list[str]) -> None:
-        engine = make_engine(prime=random_text(50, 30), recompute_ratio=0.0)
+        engine = make_engine(prime=random_text(50, 30), exact_first=False, recompute_ratio=0.0)
         engine.ingest(texts[:1], head=HEAD, progress=False)
         stats = engine.prefill(prompt_with(texts[0])).stats
         assert stats.mode == "blend" and stats.prefix_tokens == len(engine.tokenizer(HEAD)["input_ids"])

@@ -154,7 +154,7 @@ class TestLostEntries:
 class TestTroubleWithTheDirectory:
     def test_it_was_removed(self, make_engine: MakeEngine, texts: list[str], tmp_path: Path) -> None:
         directory = tmp_path / "deep" / "kv"
-        options = {"storage": directory, "prime": "sample", "prime_tokens": 16}
+        options = {"storage": directory, "prime": "sample", "prime_tokens": 16, "exact_first": False}
         engine = make_engine(**options)
         for _ in range(2):
             assert engine.ingest(texts, head=HEAD, doc_ids=DOCUMENTS, progress=False).chunks == 6

@@ -1,4 +1,4 @@
-"""Chunks that are kept twice: primed, and as they are behind the head alone for where they stand first."""
+"""Chunks that are kept twice: primed, and unprimed for where they stand first behind their head."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def test_what_stands_first_is_exact_and_the_rest_primed(make_engine: MakeEngine,
     for engine in (once, twice):
         assert engine.ingest(texts, head=HEAD, progress=False).chunks == 6
         assert engine.ingest(texts, head=HEAD, progress=False).skipped == 6
-    assert twice.num_chunks == once.num_chunks + 6
+    assert twice.num_chunks == once.num_chunks and (once.num_copies, twice.num_copies) == (0, 6)
     for order in (texts, texts[::-1]):
         before, now = (engine.prefill(prompt_of(*order)).stats for engine in (once, twice))
         assert now.hits == before.hits == 7  # the head is one
@@ -81,10 +81,12 @@ def test_both_are_one_prefill(
 def test_both_go_with_their_document(make_engine: MakeEngine, texts: list[str], tmp_path: Path) -> None:
     engine = make_engine(storage=tmp_path, exact_first=True, **PRIMING)
     engine.ingest(texts, doc_ids=["a", "a", "a", "b", "b", "b"], head=HEAD, progress=False)
-    chunks = engine.num_chunks
+    assert (engine.num_chunks, engine.num_copies) == (1 + 6, 6)
     assert engine.forget(["a"]).entries == 6
-    assert engine.num_chunks == chunks - 6
-    assert make_engine(storage=tmp_path, **PRIMING).num_chunks == 1 + 3  # who does not want them does not see them
+    assert (engine.num_chunks, engine.num_copies) == (1 + 3, 3)
+    for wanted in (True, False):  # who does not want them does not see them
+        other = make_engine(storage=tmp_path, exact_first=wanted, **PRIMING)
+        assert (other.num_chunks, other.num_copies) == (1 + 3, 3 * wanted)
 
 
 def test_without_a_known_head_there_is_nothing_to_be_first_behind(make_engine: MakeEngine, texts: list[str]) -> None:
@@ -93,17 +95,54 @@ def test_without_a_known_head_there_is_nothing_to_be_first_behind(make_engine: M
     assert engine.num_chunks == 6
 
 
-def test_a_damaged_primed_one_is_replaced_by_the_other(
-    make_engine: MakeEngine, texts: list[str], tmp_path: Path
+@pytest.mark.parametrize("damaged", ["primed", "copies"])
+def test_a_damaged_one_is_not_replaced_by_a_worse(
+    make_engine: MakeEngine, texts: list[str], tmp_path: Path, damaged: str
 ) -> None:
-    """It is a worse one there, but not a wrong one."""
+    """Unprimed, what stands elsewhere would be worse than the chosen policy; primed, what stands first is a blend."""
     once, twice = (make_engine(storage=tmp_path, exact_first=wanted, **PRIMING) for wanted in (False, True))
     once.ingest([], head=HEAD, progress=False)
     head = set(tmp_path.glob("??/*.safetensors"))
     once.ingest(texts, head=HEAD, progress=False)
     primed = set(tmp_path.glob("??/*.safetensors")) - head
     twice.ingest(texts, head=HEAD, progress=False)
-    for path in primed:
+    copies = set(tmp_path.glob("??/*.safetensors")) - head - primed
+    assert len(copies) == len(primed) == 6
+    for path in primed if damaged == "primed" else copies:
         path.write_bytes(path.read_bytes()[:-1])
     stats = twice.prefill(prompt_of(*texts)).stats
-    assert (stats.hits, stats.misses) == (7, 6)
+    assert (stats.hits, stats.misses) == ((1, 6) if damaged == "primed" else (7, 1))
+    if damaged == "copies":
+        assert torch.equal(twice.prefill(prompt_of(*texts)).logits, once.prefill(prompt_of(*texts)).logits)
+
+
+def test_unprimed_chunks_of_others_are_not_used(make_engine: MakeEngine, texts: list[str], tmp_path: Path) -> None:
+    """What stands behind other chunks is primed or computed, whatever an engine without priming has stored."""
+    make_engine(storage=tmp_path, prime="none").ingest(texts, head=HEAD, progress=False)
+    engine = make_engine(storage=tmp_path, **PRIMING)
+    assert engine.prefill(prompt_of(*texts)).stats.hits == 1  # the head
+    engine.ingest(texts[:1], head=HEAD, progress=False)
+    stats = engine.prefill(prompt_of(*texts)).stats
+    assert (stats.hits, stats.mode) == (2, "prefix")
+
+
+def test_prefetching_brings_the_copy_of_what_will_stand_first(
+    make_engine: MakeEngine, texts: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = make_engine(**PRIMING)
+    engine.ingest(texts, head=HEAD, progress=False)
+    asked: list[set[str]] = []
+    monkeypatch.setattr(engine._backend, "prefetch", lambda keys: asked.append(set(keys)))
+    engine.prefetch(texts[:2])
+    engine._fetching.shutdown()
+    ((first, second, copy), *more) = sorted(asked[0]), *asked[1:]
+    assert not more and len({first, second, copy}) == 3
+    engine.prefill(prompt_of(*texts[:2]))
+
+
+def test_the_rounding_of_a_codec_is_never_exact(make_engine: MakeEngine, texts: list[str]) -> None:
+    engine = make_engine(codec="int8", **PRIMING)
+    engine.ingest(texts, head=HEAD, progress=False)
+    stats = engine.prefill(prompt_of(texts[0])).stats
+    assert (stats.mode, stats.hits) == ("blend", 2)
+    assert stats.prefix_tokens < 30  # the head, which is never rounded

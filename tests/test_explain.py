@@ -94,7 +94,8 @@ def test_an_edge_that_tokenises_otherwise(engine: BlendEngine, run: Run) -> None
 
 
 def test_primed_chunks_and_chunks_without_a_head(model_dir: Path, tmp_path: Path, run: Run) -> None:
-    with BlendEngine.from_pretrained(model_dir, tmp_path / "kv", prime=TEXTS[5], device="cpu") as primed:
+    options = {"prime": TEXTS[5], "exact_first": False, "device": "cpu"}
+    with BlendEngine.from_pretrained(model_dir, tmp_path / "kv", **options) as primed:
         primed.ingest(TEXTS[:1], head=HEAD, progress=False)
         primed.ingest(TEXTS[1:2], progress=False)
     prompt = HEAD + TEXTS[0] + "\n\n" + TEXTS[1] + QUESTION
@@ -106,6 +107,19 @@ def test_primed_chunks_and_chunks_without_a_head(model_dir: Path, tmp_path: Path
         "the store holds no chunk that this engine can use",
         "2 chunks",
     ]
+
+
+def test_unprimed_copies(model_dir: Path, tmp_path: Path, run: Run) -> None:
+    with BlendEngine.from_pretrained(model_dir, tmp_path / "kv", prime=TEXTS[5], device="cpu") as primed:
+        primed.ingest(TEXTS[:2], head=HEAD, progress=False)
+    stretches = explained(run(HEAD + TEXTS[0] + "\n\n" + TEXTS[1] + QUESTION, "--json", prime=TEXTS[5]))["stretches"]
+    whys = [stretch["why"] for stretch in stretches if stretch["outcome"] in {"exact", "blended"}]
+    assert whys[1:] == ["cached behind this very text", "blended: cached behind the head and a priming text"]
+    nothing = explained(run("engine water stone", "--json", prime=TEXTS[5]))
+    assert nothing["hints"][0] == "no chunk of this prompt is stored for this model and namespace, which have 2"
+    assert not any("another way" in hint for hint in nothing["hints"])  # the copies are its own
+    other = explained(run("engine water stone", "--json", prime=TEXTS[4]))
+    assert other["hints"][1].startswith("4 chunks primed in another way")
 
 
 @pytest.mark.parametrize(

@@ -106,6 +106,10 @@ def test_closing_is_harmless_at_any_time(make_engine: MakeEngine) -> None:
     stream.close()
     stream.close()
     assert list(stream) == []
+    stream = engine.stream(PROMPT, 3)
+    stream._thread.join()  # all of it waits to be read
+    stream.close()
+    assert list(stream) == []
     done = engine.stream(PROMPT, 3)
     list(done)
     done.close()

@@ -22,7 +22,7 @@ from rag_blend.storage.disk import DiskBackend
 from rag_blend.storage.memory import MemoryBackend
 
 MakeEngine = Callable[..., BlendEngine]
-PRIMED = {"prime": "sample", "prime_tokens": 16}
+PRIMED = {"prime": "sample", "prime_tokens": 16, "exact_first": False}
 
 
 def run(*arguments: object) -> Result:

@@ -40,7 +40,7 @@ def make(backend: StorageBackend, tokenizer: PreTrainedTokenizerFast) -> MakePri
         num_texts = options.get("num_texts", 1)
         model = options.get("model", "model")
         store = KVStore(options.get("backend", backend), model, namespace, torch.float16)
-        return Primer(choice, num_tokens, num_texts, tokenizer, store)
+        return Primer(choice, num_tokens, num_texts, False, tokenizer, store)
 
     return make
 

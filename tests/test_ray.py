@@ -86,14 +86,15 @@ def test_a_killed_worker_costs_its_block_and_nothing_else(
         begun = killing.result()
     assert set(report.nodes) == node_ids and all(report.nodes.values())
     assert (report.blocks, report.chunks + report.skipped) == (BLOCKS, len(texts))
-    assert report.skipped in begun  # what was stored of the lost block was not computed again, and no other was tried
+    # What was stored of the lost block was not computed again, and no other was tried. A chunk comes before its copy.
+    assert report.skipped in [-(-keys // 2) for keys in begun]
     with BlendEngine.from_pretrained(model_dir, storage=tmp_path / "kv", **PRIMING) as engine:
         again = engine.ingest(texts, HEAD, documents, progress=False)
         assert (again.chunks, again.skipped) == (0, len(texts))  # whole, readable, and under an engine's keys
 
 
 def kill_one_mid_block(directory: Path, over: threading.Event) -> list[int]:
-    """Kill one of two workers when each has stored some of its block, but not all; returns how many."""
+    """Kill one of two workers when each has stored some of its block, but not all; returns how many keys."""
     while not over.wait(0.02):
         workers = [child for child in psutil.Process().children(recursive=True) if "MapWorker" in name_of(child)]
         if len(workers) < 2:

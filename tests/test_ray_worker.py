@@ -97,7 +97,7 @@ def test_a_model_that_cannot_be_blended_is_refused(tmp_path: Path) -> None:
 def test_the_defaults_are_the_engines() -> None:
     engine = inspect.signature(BlendEngine).parameters | dict(inspect.signature(BlendEngine.from_pretrained).parameters)
     optional = [field for field in fields(WorkerSettings) if field.default is not MISSING and field.name != "head"]
-    assert len(optional) == 9
+    assert len(optional) == 10
     assert {field.name: field.default for field in optional} == {f.name: engine[f.name].default for f in optional}
 
 

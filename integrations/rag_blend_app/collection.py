@@ -33,6 +33,7 @@ class Facts:
         namespace: Tenant of the KV caches.
         chunk_tokens: Longest chunk.
         on_unsupported: What is done with a model that cannot be blended, see `rag_blend.BlendEngine`.
+        exact_first: Whether chunks are kept a second time, see `rag_blend.BlendEngine`.
         pending: How many chunks an ingestion that has not ended is to have cached when it ends.
     """
 
@@ -40,6 +41,7 @@ class Facts:
     namespace: str = "default"
     chunk_tokens: int = CHUNK_TOKENS
     on_unsupported: str = "error"
+    exact_first: bool = True
     pending: int = 0
 
 

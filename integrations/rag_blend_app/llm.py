@@ -27,7 +27,7 @@ def llm_for(facts: Facts, store: str, max_new_tokens: int = 256, **engine_option
         read_model_info(facts.model)  # now, not when documents have been read
     except (OSError, ValueError) as error:
         raise FileNotFoundError(f"there is no model {facts.model!r}, neither here nor on the hub: {error}") from error
-    engine_options = {**engine_options, "on_unsupported": facts.on_unsupported}
+    engine_options |= {"on_unsupported": facts.on_unsupported, "exact_first": facts.exact_first}
     disable_progress_bar()  # of loading weights: noise between our own
     return BlendLLM(
         facts.model,

@@ -50,12 +50,13 @@ def quota_warning(num_bytes: int, quota: int | None, place: str) -> str | None:
     )
 
 
-def bytes_per_token(model: str, codec: str, on_unsupported: str = "error") -> float:
+def bytes_per_token(model: str, codec: str, on_unsupported: str = "error", exact_first: bool = True) -> float:
     """What a token takes in all layers: made-up rows of the model's shape, written down by the codec.
 
     Args:
         model: Directory or hub id of the model.
         codec: Name of the codec.
+        exact_first: See `BlendEngine`; chunks are kept twice.
         on_unsupported: See `BlendEngine`. Of a model that is served without blending, nothing is cached: 0. With
             "calibrated", a calibration is taken to have passed.
 
@@ -83,4 +84,4 @@ def bytes_per_token(model: str, codec: str, on_unsupported: str = "error") -> fl
         return 0.0
     rows = torch.randn(2, adapter.num_kv_heads, _SAMPLE_TOKENS, adapter.head_dim)
     encoded = chosen.encode(rows.half() if chosen.lossless else rows)
-    return adapter.num_layers * len(encoded) / _SAMPLE_TOKENS
+    return (2 if exact_first else 1) * adapter.num_layers * len(encoded) / _SAMPLE_TOKENS

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from rag_blend.cli.common import (
+    ExactFirstOption,
     ModelOption,
     OwnDtypeOption,
     PassagesOption,
@@ -43,6 +44,7 @@ def calibrate(
     prime: PrimeOption = None,
     prime_tokens: PrimeTokensOption = None,
     prime_texts: PrimeTextsOption = None,
+    exact_first: ExactFirstOption = None,
     codec: Annotated[
         str | None, typer.Option(help="The engine's, too: int8 and int4, not lossless, have verdicts of their own.")
     ] = None,
@@ -59,7 +61,8 @@ def calibrate(
 
         cases = _cases(data or [], documents, limit, passages, seed)
         loaded, tokenizer = load_model(model, dtype)
-        options = given(prime=prime, prime_tokens=prime_tokens, prime_texts=prime_texts, codec=codec)
+        priming = given(prime=prime, prime_tokens=prime_tokens, prime_texts=prime_texts, exact_first=exact_first)
+        options = {**priming, **given(codec=codec)}
         progress = not as_json
         found = find(
             loaded, tokenizer, cases, storage, kl, agreement, progress=progress, namespace=namespace, **options

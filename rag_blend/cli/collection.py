@@ -36,6 +36,13 @@ ChunkOption = Annotated[
     int | None, typer.Option("--chunk-tokens", min=32, help="Longest chunk, in the model's tokens; default: 512.")
 ]
 CodecOption = Annotated[str, typer.Option("--codec", help="How caches are written down: raw, zstd, int8, int4.")]
+KeepsCopiesOption = Annotated[
+    bool | None,
+    typer.Option(
+        "--exact-first/--no-exact-first",
+        help="What stands first in a prompt, the best hit, is exact; for twice the disk. Default: as before, or yes.",
+    ),
+]
 OnUnsupportedOption = Annotated[
     str | None,
     typer.Option(

@@ -41,9 +41,10 @@ DeviceOption = Annotated[
 OwnDtypeOption = Annotated[
     str | None, typer.Option("--dtype", help="What the model computes in; default: as the engine.")
 ]
-PrimeOption = Annotated[str | None, typer.Option("--prime", help="As the engine has it, like the next two.")]
+PrimeOption = Annotated[str | None, typer.Option("--prime", help="As the engine has it, like the next three.")]
 PrimeTokensOption = Annotated[int | None, typer.Option("--prime-tokens", min=0)]
 PrimeTextsOption = Annotated[int | None, typer.Option("--prime-texts", min=0)]
+ExactFirstOption = Annotated[bool | None, typer.Option("--exact-first/--no-exact-first")]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 

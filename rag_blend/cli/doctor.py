@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from rag_blend.cli.common import (
+    ExactFirstOption,
     OwnDtypeOption,
     PrimeOption,
     PrimeTextsOption,
@@ -34,6 +35,7 @@ def doctor(
     prime: PrimeOption = None,
     prime_tokens: PrimeTokensOption = None,
     prime_texts: PrimeTextsOption = None,
+    exact_first: ExactFirstOption = None,
     dtype: OwnDtypeOption = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print everything as JSON instead of a table.")] = False,
 ) -> None:
@@ -47,7 +49,7 @@ def doctor(
         from rag_blend.doctor import examine
 
         loaded, tokenizer = load_model(model, dtype)
-        priming = given(prime=prime, prime_tokens=prime_tokens, prime_texts=prime_texts)
+        priming = given(prime=prime, prime_tokens=prime_tokens, prime_texts=prime_texts, exact_first=exact_first)
         report = examine(loaded, tokenizer, storage, namespace=namespace, **priming)
         if as_json:
             typer.echo(json.dumps({**asdict(report), "gib_per_million_tokens": report.gib_per_million_tokens}))
@@ -80,7 +82,10 @@ def _show(report: ModelReport, storage: Path | None) -> None:
     if report.kv_bytes_per_token is not None:
         heads = f"{report.kv_heads} heads of {report.head_dim}, keys and values in 16 bits"
         table.add_row("stored per token", f"{report.kv_bytes_per_token / 1024:.1f} KiB ({heads})")
-        table.add_row("a million tokens", f"{report.gib_per_million_tokens:.1f} GiB on disk")
+        table.add_row(
+            "a million tokens",
+            f"{report.gib_per_million_tokens:.1f} GiB on disk, twice that with exact_first, as is the default",
+        )
     if storage is not None and report.policy is not None:
         table.add_row("engines on the store", report.policy)
     console_of().print(table, highlight=False)

@@ -14,6 +14,7 @@ from rag_blend.cli.bill import Bill, bill_of, bytes_per_token, quota_warning
 from rag_blend.cli.collection import (
     ChunkOption,
     CodecOption,
+    KeepsCopiesOption,
     OnUnsupportedOption,
     PathsArgument,
     checked_on_unsupported,
@@ -33,6 +34,7 @@ def estimate(
     model: Annotated[str, typer.Option("--model", metavar="MODEL", help="Directory, hub id, or demo.")],
     chunk_tokens: ChunkOption = None,
     codec: CodecOption = "raw",
+    exact_first: KeepsCopiesOption = None,
     measure: Annotated[bool, typer.Option("--time/--no-time", help="Load the model and time a short prefill.")] = True,
     dtype: OwnDtypeOption = None,
     on_unsupported: OnUnsupportedOption = None,
@@ -57,7 +59,7 @@ def estimate(
         unsupported = checked_on_unsupported(on_unsupported) or "error"
         facts = Facts(model, chunk_tokens=chunk_tokens or CHUNK_TOKENS, on_unsupported=unsupported)
         tokenizer = llm_for(facts, "").tokenizer
-        token_bytes = bytes_per_token(model, codec, unsupported)
+        token_bytes = bytes_per_token(model, codec, unsupported, exact_first is not False)
         reading = read_documents(paths, progress=not as_json)
         texts = [node.get_content().strip() for node in split(reading.documents, facts)]
         bill = bill_of(texts, tokenizer, token_bytes)

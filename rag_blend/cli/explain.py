@@ -13,6 +13,7 @@ from rag_blend_app.terminal import printable
 
 from rag_blend.cli.collection import IndexOption, StorageOption, TopKOption, conversation_with
 from rag_blend.cli.common import (
+    ExactFirstOption,
     OwnDtypeOption,
     PrimeOption,
     PrimeTextsOption,
@@ -42,10 +43,11 @@ def explain(
     model: Annotated[
         Path | None, typer.Option(help="A Hugging Face model's directory, or demo.", metavar="DIR")
     ] = None,
-    namespace: Annotated[str, typer.Option(help="Tenant; like the next five, with --model.")] = "default",
+    namespace: Annotated[str, typer.Option(help="Tenant; like the next six, with --model.")] = "default",
     prime: PrimeOption = None,
     prime_tokens: PrimeTokensOption = None,
     prime_texts: PrimeTextsOption = None,
+    exact_first: ExactFirstOption = None,
     any_head: Annotated[bool, typer.Option("--any-head", help="Reuse chunks behind every head.")] = False,
     special_tokens: Annotated[
         bool | None,
@@ -70,7 +72,7 @@ def explain(
         if model is None:
             found, policy = _question(text, storage, index, top_k, dtype)
         else:
-            priming = given(prime=prime, prime_tokens=prime_tokens, prime_texts=prime_texts)
+            priming = given(prime=prime, prime_tokens=prime_tokens, prime_texts=prime_texts, exact_first=exact_first)
             options = {"namespace": namespace, "any_head": any_head, **priming}
             found, policy = _whole_prompt(text, storage, load_model(model, dtype), special_tokens, options)
         if html is not None:

@@ -18,6 +18,7 @@ from rag_blend.cli.collection import (
     ChunkOption,
     CodecOption,
     IndexOption,
+    KeepsCopiesOption,
     OnUnsupportedOption,
     PathsArgument,
     StorageOption,
@@ -46,6 +47,7 @@ def ingest(
     index: IndexOption = None,
     chunk_tokens: ChunkOption = None,
     codec: CodecOption = "raw",
+    exact_first: KeepsCopiesOption = None,
     namespace: Annotated[str | None, typer.Option(help="Tenant; default: default.")] = None,
     dtype: OwnDtypeOption = None,
     on_unsupported: OnUnsupportedOption = None,
@@ -71,10 +73,11 @@ def ingest(
         _expect_writable(storage)
         stack.enter_context(alone_in(directory))
         known = facts_of(directory)
-        facts = _agreed(known, model, namespace, chunk_tokens, checked_on_unsupported(on_unsupported))
+        unsupported = checked_on_unsupported(on_unsupported)
+        facts = _agreed(known, model, namespace, chunk_tokens, unsupported, exact_first)
         on_cluster = None if ray is None else stack.enter_context(_cluster_for(facts, ray))
         llm = llm_for(facts, storage, codec=codec, dtype=checked_dtype(dtype))
-        token_bytes = bytes_per_token(facts.model, codec, facts.on_unsupported)
+        token_bytes = bytes_per_token(facts.model, codec, facts.on_unsupported, facts.exact_first)
         reading = read_documents(paths, progress=not as_json)
         collection = Collection.new(facts) if known is None else Collection.load(directory, facts)
         changes = collection.update(reading.documents, _gone(collection, paths, reading), progress=not as_json)
@@ -98,6 +101,7 @@ def ingest(
                     head=llm.head_of(None, PROMPT, None),
                     namespace=facts.namespace,
                     codec=codec,
+                    exact_first=facts.exact_first,
                     dtype=dtype,
                     progress=not as_json,
                 )
@@ -119,6 +123,7 @@ def _agreed(
     namespace: str | None,
     chunk_tokens: int | None,
     on_unsupported: str | None,
+    exact_first: bool | None,
 ) -> Facts:
     """What a collection is made with, or was.
 
@@ -131,7 +136,11 @@ def _agreed(
         if model is None:
             raise ValueError("which model is to answer? Name a directory or hub id: --model MODEL")
         return Facts(
-            model_named(model), namespace or "default", chunk_tokens or CHUNK_TOKENS, on_unsupported or "error"
+            model_named(model),
+            namespace or "default",
+            chunk_tokens or CHUNK_TOKENS,
+            on_unsupported or "error",
+            exact_first is not False,
         )
     for option, given, there in (
         ("--namespace", namespace, known.namespace),
@@ -140,7 +149,8 @@ def _agreed(
         if given not in (None, there):
             raise ValueError(f"this collection has {option} {there}; another one needs a directory of its own: --index")
     unsupported = on_unsupported or known.on_unsupported
-    return replace(known, model=model_named(model or known.model), on_unsupported=unsupported)
+    copies = known.exact_first if exact_first is None else exact_first
+    return replace(known, model=model_named(model or known.model), on_unsupported=unsupported, exact_first=copies)
 
 
 def _cluster_for(facts: Facts, address: str) -> AbstractContextManager[Callable[..., BulkReport]]:

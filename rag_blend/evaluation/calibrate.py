@@ -123,8 +123,8 @@ def calibrate(
         candidates: What is tried.
         progress: Show progress bars.
         max_new_tokens: Longest answer.
-        engine_options: `namespace`, `prime`, `prime_tokens`, `prime_texts`, `kv_dtype`, `codec`, as that engine has
-            them.
+        engine_options: `namespace`, `prime`, `prime_tokens`, `prime_texts`, `exact_first`, `kv_dtype`, `codec`, as that
+            engine has them.
 
     Raises:
         UnsupportedModelError: The model cannot be blended correctly.

@@ -94,6 +94,7 @@ def draw_figures(
                 tokenizer,
                 storage,
                 prime=prime,
+                exact_first=False,  # what priming does to a first chunk is shown, too
                 kv_dtype=model.dtype,
                 prefix_cache_bytes=0,
                 reuse_when="possible",

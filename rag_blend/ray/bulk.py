@@ -93,8 +93,8 @@ def ingest(
         num_cpus: Cores of a worker.
         num_gpus: GPUs of a worker; without one it computes on the CPU.
         progress: Show a progress bar.
-        options: ``prime``, ``prime_tokens``, ``prime_texts``, ``kv_dtype``, ``codec``, ``device``, ``dtype`` and
-            ``model_kwargs``, as for `BlendEngine.from_pretrained`.
+        options: ``prime``, ``prime_tokens``, ``prime_texts``, ``exact_first``, ``kv_dtype``, ``codec``, ``device``,
+            ``dtype`` and ``model_kwargs``, as for `BlendEngine.from_pretrained`.
 
     Raises:
         UnsupportedModelError: The model cannot be blended.

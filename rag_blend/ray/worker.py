@@ -39,10 +39,11 @@ class WorkerSettings:
         model: Local directory, the same on all nodes, or hub id.
         storage: Directory or URL that all nodes reach.
         head: See `BlendEngine.ingest`.
-        namespace: See `BlendEngine`, like the next five.
+        namespace: See `BlendEngine`, like the next six.
         prime: The same.
         prime_tokens: The same.
         prime_texts: The same.
+        exact_first: The same.
         kv_dtype: The same.
         codec: The same.
         device: See `BlendEngine.from_pretrained`, like the next two.
@@ -57,6 +58,7 @@ class WorkerSettings:
     prime: str = "sample"
     prime_tokens: int = 512
     prime_texts: int = 1
+    exact_first: bool = True
     kv_dtype: torch.dtype | None = None
     codec: str | Codec = "raw"
     device: str | torch.device | None = None
@@ -84,7 +86,7 @@ class IngestWorker:
         fingerprint = fingerprint_of(model, self._tokenizer, kv_dtype).digest
         backend = open_storage(settings.storage)
         store = KVStore(backend, fingerprint, settings.namespace, kv_dtype, settings.codec)
-        priming = (settings.prime, settings.prime_tokens, settings.prime_texts)
+        priming = (settings.prime, settings.prime_tokens, settings.prime_texts, settings.exact_first)
         self._primer = Primer(*priming, self._tokenizer, store)
         self._ingester = Ingester(
             TransformersPrefill(adapter),

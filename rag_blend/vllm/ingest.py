@@ -66,7 +66,7 @@ def ingest(
         geometry = geometry_of(model.model, model.dtype, model.revision)
         ids = head_ids(tokenizer, head, geometry.config.vocab_size)
         store = KVStore(backend, fingerprint, namespace, kv_dtype, codec)
-        primer = Primer(options.prime, options.prime_tokens, options.prime_texts, tokenizer, store)
+        primer = Primer(*options.priming, tokenizer, store)
         rows = VllmPrefill(llm, geometry)
         ingester = Ingester(rows, tokenizer, store, primer, threading.RLock(), model.max_model_len)
         return ingester.ingest(texts, ids, doc_ids or [""] * len(texts), progress)

@@ -22,9 +22,10 @@ class Options:
     Attributes:
         storage: Directory, URL, or list of these; see `BlendEngine`. All ranks and replicas must reach it.
         namespaces: Tenants that may be asked for.
-        prime: See `BlendEngine`, like the next four.
+        prime: See `BlendEngine`, like the next five.
         prime_tokens: The same.
         prime_texts: The same.
+        exact_first: The same.
         any_head: The same.
         kv_dtype: The same; a name.
         refresh_s: After so many seconds the store is looked through again for chunks that were ingested meanwhile.
@@ -37,6 +38,7 @@ class Options:
     prime: str = "sample"
     prime_tokens: int = 512
     prime_texts: int = 1
+    exact_first: bool = True
     any_head: bool = False
     kv_dtype: str | None = None
     refresh_s: float = 60.0
@@ -70,6 +72,11 @@ class Options:
                 raise ValueError(f"namespaces must be a list, such as [{given['namespaces']!r}]")
             given["namespaces"] = tuple(given["namespaces"])
         return cls(**given)
+
+    @property
+    def priming(self) -> tuple[str, int, int, bool]:
+        """The first arguments of a `Primer`."""
+        return self.prime, self.prime_tokens, self.prime_texts, self.exact_first
 
     def stored_dtype(self, model_dtype: torch.dtype) -> torch.dtype:
         """Dtype of stored keys and values."""

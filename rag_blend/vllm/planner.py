@@ -147,7 +147,7 @@ class _Tenant:
     def __init__(self, store: KVStore, tokenizer: PreTrainedTokenizerBase, options: Options) -> None:
         self._store = store
         self._any_head = options.any_head
-        self._primer = Primer(options.prime, options.prime_tokens, options.prime_texts, tokenizer, store)
+        self._primer = Primer(*options.priming, tokenizer, store)
         self.refresh()
         if not len(self._catalog):
             logger.warning(
@@ -158,7 +158,7 @@ class _Tenant:
     def refresh(self) -> None:
         """Look through the store; look-ups go on with what was known until it is done."""
         self._primer.reload()
-        catalog = empty_catalog(self._store, self._any_head)
+        catalog = empty_catalog(self._store, self._primer, self._any_head)
         catalog.add_all(usable_chunks(self._store, self._primer))
         self._catalog = catalog
 

@@ -138,7 +138,7 @@ def test_unprimed_caches_are_exact_in_layer_0_and_in_the_first_chunk(
 def test_primed_caches_are_exact_in_layer_0_only(
     ingested: Callable[..., BlendEngine], model: PreTrainedModel, spans: PromptSpans
 ) -> None:
-    kv = PromptDeviation(model, ingested(prime=random_text(999)), spans).kv()
+    kv = PromptDeviation(model, ingested(prime=random_text(999), exact_first=False), spans).kv()
     assert kv[0].max() < 1e-5
     assert kv[1:, slice(*spans.chunks[0])].mean() > 1e-3
 

@@ -80,9 +80,22 @@ def test_nothing_is_exact_when_everything_is_recomputed(
 def test_only_chunks_primed_as_the_options_say_are_used(
     ingesting: Callable[..., BlendEngine], make_planner: MakePlanner
 ) -> None:
-    engine = ingesting(prime="sample", prime_tokens=32)
+    engine = ingesting(prime="sample", prime_tokens=32, exact_first=False)
     assert len(keys_of(make_planner(engine, prime="sample", prime_tokens=32))) == 4
     assert len(keys_of(make_planner(engine))) == 1, "the head is not primed"
+
+
+@pytest.mark.parametrize("exact_first", [True, False])
+def test_unprimed_copies_are_used_as_in_the_engine(
+    ingesting: Callable[..., BlendEngine], make_planner: MakePlanner, exact_first: bool
+) -> None:
+    priming = {"prime": "sample", "prime_tokens": 32, "exact_first": exact_first}
+    engine = ingesting(**priming)
+    plan = make_planner(engine, **priming).submit(IDS, Recipe(selector="none")).result()
+    stats = engine.prefill(IDS.tolist(), selector="none").stats
+    assert plan.layout.exact_tokens == stats.prefix_tokens and len(plan.layout.reusable) == stats.reused_tokens
+    behind_head = len(prompt_ids(small_tokenizer(), HEAD)) + 16
+    assert (plan.layout.exact_tokens > behind_head) == exact_first
 
 
 def test_a_chunk_that_cannot_be_had_now_is_used_later(
