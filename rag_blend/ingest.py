@@ -8,6 +8,8 @@ import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Set as AbstractSet
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
 import numpy as np
@@ -88,15 +90,15 @@ class Ingester:
         with self._lock:
             self._primer.learn(chunks, documents)
             jobs = self._plan(chunks, documents, head)
-        firsts = self._unprimed(jobs, head)
-        linked = [*zip(jobs, documents, strict=True), *zip(firsts, documents, strict=True)]
+        copies = self._copies_of(jobs, head)
+        linked = [*zip(jobs, documents, strict=True), *zip(copies, documents, strict=True)]
         self._link(linked)
         heads = [] if head is None else [self._head_job(head)]
-        both = [job for pair in zip(jobs, firsts, strict=True) for job in pair]  # side by side, see `_batches`
+        both = [job for pair in zip(jobs, copies, strict=True) for job in pair]  # side by side, see `_batches`
         missing = self._unknown([*heads, *both])
-        num_bytes = self._compute(missing, progress)
+        others = {job.key for job in (*heads, *copies) if job is not None}
+        num_bytes = self._compute(missing, others, progress)
         self._link(linked)  # again, for what was written while somebody forgot the document
-        others = {job.key for job in (*heads, *firsts) if job is not None}
         computed = [job for job in missing if job.key in num_bytes and job.key not in others]
         return IngestReport(
             chunks=len(computed),
@@ -122,7 +124,7 @@ class Ingester:
             jobs.append(_Job(chunk, contexts, self._store.key_of(origin, chunk), origin))
         return jobs
 
-    def _unprimed(self, jobs: Sequence[_Job | None], head: np.ndarray | None) -> list[_Job | None]:
+    def _copies_of(self, jobs: Sequence[_Job | None], head: np.ndarray | None) -> list[_Job | None]:
         """What is kept for where a chunk stands first, for each job; None where the chunk itself is unprimed."""
         if head is None or not self._primer.keeps_copies:  # behind a head that nobody knows, nothing is exact
             return [None] * len(jobs)
@@ -177,39 +179,63 @@ class Ingester:
                 self._tell(job)
         return unknown
 
-    def _compute(self, jobs: Sequence[_Job], progress: bool) -> dict[str, int]:
-        """Prefill and store; returns the bytes that each stored key takes."""
+    def _compute(self, jobs: Sequence[_Job], others: AbstractSet[str], progress: bool) -> dict[str, int]:
+        """Prefill and store; returns the bytes that each stored key takes. Progress is of chunks, `others` are none."""
         prefiller = ChunkPrefiller(self._model, jobs)
         num_bytes: dict[str, int] = {}
-        total = sum(len(job.token_ids) for job in jobs)
-        with tqdm(total=total, desc="KV caches", unit="tok", disable=not progress or not jobs) as bar:
+        lengths = {job.key: len(job.token_ids) for job in jobs}
+        shown = {key: length for key, length in lengths.items() if key not in others} or lengths
+        with (
+            ThreadPoolExecutor(1, thread_name_prefix="rag-blend-write") as writer,
+            tqdm(total=sum(shown.values()), desc="KV caches", unit="tok", disable=not progress or not jobs) as bar,
+        ):
+
+            def finish(writing: Future[None], written: _Written) -> None:
+                try:
+                    writing.result()
+                finally:  # what was written before a failure stays
+                    num_bytes.update(self._accept(written))
+                    bar.update(sum(shown.get(job.key, 0) for job, _ in written))
+                    bar.set_postfix_str(f"{sum(num_bytes.values()) / 1e6:.0f} MB")
+
+            under_way: tuple[Future[None], _Written] | None = None
             for batch in _batches(jobs):
                 with self._lock:
                     prefilled = prefiller.prefill(batch)
-                num_bytes.update(self._store_batch(batch, prefilled))
-                bar.update(sum(len(job.token_ids) for job in batch))
-                bar.set_postfix_str(f"{sum(num_bytes.values()) / 1e6:.0f} MB")
+                if under_way is not None:
+                    finish(*under_way)
+                written: _Written = []
+                under_way = writer.submit(self._write, batch, prefilled, written), written  # meanwhile the next one
+            if under_way is not None:
+                finish(*under_way)
         return num_bytes
 
-    def _store_batch(self, batch: Sequence[_Job], prefilled: Sequence[Prefilled]) -> dict[str, int]:
-        num_bytes = {}
-        with self._lock:
-            self._primer.reload()  # somebody may have forgotten the document that the sample came from
+    def _write(self, batch: Sequence[_Job], prefilled: Sequence[Prefilled], written: _Written) -> None:
         for job, (layers, staleness) in zip(batch, prefilled, strict=True):
             try:
-                written = self._store.put(ChunkKV(job.origin, job.token_ids, layers, staleness))
+                done = self._store.put(ChunkKV(job.origin, job.token_ids, layers, staleness))
             except ValueError as error:
                 logger.warning("a chunk is not cached: %s", error)
-                continue
+                written.append((job, None))
             except OSError as error:
                 error.add_note("What was stored before stays; ingest again when the storage has room.")
                 raise
-            with self._lock:
+            else:
+                written.append((job, done.num_bytes))
+
+    def _accept(self, written: _Written) -> dict[str, int]:
+        """Make what was written known; returns the bytes that each key takes."""
+        num_bytes = {}
+        with self._lock:
+            self._primer.reload()  # somebody may have forgotten the document that the sample came from
+            for job, size in written:
+                if size is None:
+                    continue
                 if job.origin.prime != NO_TOKENS and not self._primer.accepts(job.origin.prime):
-                    self._store.backend.delete(written.key)
+                    self._store.backend.delete(job.key)
                     continue
                 self._tell(job)
-            num_bytes[written.key] = written.num_bytes
+                num_bytes[job.key] = size
         return num_bytes
 
     def _tell(self, job: _Job) -> None:
@@ -221,6 +247,9 @@ class Ingester:
 class _Job(Job):
     key: str
     origin: ChunkOrigin
+
+
+_Written = list[tuple[_Job, int | None]]  # and the bytes of each, None where it could not be stored
 
 
 def require_documents(texts: Sequence[str], doc_ids: Sequence[str] | None) -> None:

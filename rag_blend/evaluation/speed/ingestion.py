@@ -147,8 +147,8 @@ VIEW = View(
     notes=f"""\
 The same chunks into an empty store on disk. Plain: the model's decoder alone over the chunks, in batches of as many
 tokens as ingestion takes at once ({BATCH_TOKENS}), behind no head, caches dropped. Not primed: each chunk behind the
-head. Default: behind the head, and behind the head and a priming text, so that each chunk is computed twice. Again:
-seconds that ingesting the same chunks a second time takes.
+head. Default: behind the head, and behind the head and a priming text, so that each chunk is computed and stored twice.
+Again: seconds that ingesting the same chunks a second time takes.
 {TIMES_NOTE}""",
     section=lambda row: "All chunks",
     columns=[
