@@ -17,6 +17,7 @@ from rag_blend.errors import StoreUnavailableError
 from rag_blend.label import ListedChunk
 from rag_blend.match import ChunkIndex, Match
 from rag_blend.plan import BlendPlan, plan_blend
+from rag_blend.prompt import common_prefix
 
 logger = logging.getLogger(__name__)
 
@@ -277,10 +278,3 @@ class ChunkCatalog:
                 "the head %s of stored chunks is damaged or unknown, they are not used; ingest again", head[:12]
             )
             self._reported_heads.add(head)
-
-
-def common_prefix(left: np.ndarray, right: np.ndarray) -> int:
-    """How many ids two sequences have in common at their start."""
-    length = min(len(left), len(right))
-    differ = np.flatnonzero(left[:length] != right[:length])
-    return int(differ[0]) if len(differ) else length

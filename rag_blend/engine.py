@@ -55,7 +55,7 @@ from rag_blend.plan import BlendPlan
 from rag_blend.policy import DEFAULT_SELECTOR, PolicyChooser, PolicyInfo, Ratio
 from rag_blend.prefixes import PrefixCache
 from rag_blend.primer import Primer
-from rag_blend.prompt import chunk_ids, prompt_ids
+from rag_blend.prompt import chunk_ids, ids_in_front, prompt_ids
 from rag_blend.runner import BlendPolicy, PromptRunner
 from rag_blend.selectors import TokenSelector
 from rag_blend.selftest import check_model
@@ -358,7 +358,7 @@ class BlendEngine:
         if adapter is None:
             logger.warning("%s is served by full prefill: nothing is ingested", self.model_name)
             return IngestReport(skipped=len(texts))
-        head_ids = None if head is None else self._known_ids(prompt_ids(self.tokenizer, head))
+        head_ids = None if head is None else self._known_ids(ids_in_front(self.tokenizer, head))
         ingester = Ingester(
             TransformersPrefill(adapter),
             self.tokenizer,
@@ -394,7 +394,7 @@ class BlendEngine:
         self._require_open()
         require_documents(texts, doc_ids)
         self._clock.touch()
-        ids = None if head is None else tuple(self._known_ids(prompt_ids(self.tokenizer, head)).tolist())
+        ids = None if head is None else tuple(self._known_ids(ids_in_front(self.tokenizer, head)).tolist())
         documents = doc_ids or [""] * len(texts)
         return self._later.offer([PendingText(text, ids, doc) for text, doc in zip(texts, documents, strict=True)])
 

@@ -9,13 +9,13 @@ from itertools import pairwise
 import numpy as np
 import torch
 
-from rag_blend.catalog import common_prefix
 from rag_blend.chunk import GENERIC_HEAD, NO_TOKENS, ChunkOrigin
 from rag_blend.engine import BlendEngine
 from rag_blend.generation import Generation, Prefill
 from rag_blend.ingest import MIN_CHUNK_TOKENS, read_head
 from rag_blend.label import read_label
 from rag_blend.picture_pieces import excerpt_of
+from rag_blend.prompt import common_prefix
 from rag_blend.storage import StorageBackend
 from rag_blend.store import KVStore
 from rag_blend.trace import Trace, TracedChunk

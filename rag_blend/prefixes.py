@@ -12,8 +12,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
-from rag_blend.catalog import common_prefix
 from rag_blend.chunk import LayerKV
+from rag_blend.prompt import common_prefix
 
 Recipe = Hashable
 MIN_TOKENS = 16  # fewer are computed as fast as they are copied

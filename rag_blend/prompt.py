@@ -8,6 +8,7 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 _MAX_ID = 2**31 - 1
+_EDGE_TOKENS = 3
 
 
 def prompt_ids(
@@ -42,6 +43,29 @@ def prompt_ids(
     return ids.astype(np.int32)
 
 
+def ids_in_front(tokenizer: PreTrainedTokenizerBase, head: str | Sequence[int]) -> np.ndarray:
+    """Token ids with which a prompt begins that begins with a head, int32.
+
+    A line break or blank at its end may be other tokens in front of a letter than at the end of a text: by GPT-2's rule
+    two line breaks are one token there and two here.
+
+    Args:
+        tokenizer: The model's tokenizer.
+        head: Text, or ids, which are taken as they are.
+
+    Raises:
+        ValueError: See `prompt_ids`.
+    """
+    ids = prompt_ids(tokenizer, head)
+    if not isinstance(head, str):
+        return ids
+    first, second = (prompt_ids(tokenizer, head + text) for text in ("Zqxjzkvw", "zqxjzkvw"))
+    followed = first[: common_prefix(first, second)]
+    edge = followed[common_prefix(ids, followed) :]
+    is_blank = 0 < len(edge) <= _EDGE_TOKENS and not str(tokenizer.decode(edge.tolist())).strip()
+    return followed if is_blank else ids
+
+
 def head_ids(
     tokenizer: PreTrainedTokenizerBase, head: str | Sequence[int] | None, vocab_size: int
 ) -> np.ndarray | None:
@@ -52,10 +76,17 @@ def head_ids(
     """
     if head is None:
         return None
-    ids = prompt_ids(tokenizer, head)
+    ids = ids_in_front(tokenizer, head)
     if ids.max() >= vocab_size:
         raise ValueError(f"the head's token id {ids.max()} is outside the model's vocabulary")
     return ids
+
+
+def common_prefix(left: np.ndarray, right: np.ndarray) -> int:
+    """How many ids two sequences have in common at their start."""
+    length = min(len(left), len(right))
+    differ = np.flatnonzero(left[:length] != right[:length])
+    return int(differ[0]) if len(differ) else length
 
 
 def bos_ids(tokenizer: PreTrainedTokenizerBase) -> np.ndarray:

@@ -153,10 +153,18 @@ def _shortened(rope: dict[str, Any] | None, num_frequencies: int) -> dict[str, A
     return {name: value[:num_frequencies] if isinstance(value, list) else value for name, value in (rope or {}).items()}
 
 
-def small_tokenizer(adds_bos: bool = False) -> PreTrainedTokenizerFast:
-    """A byte-level BPE of at most 512 tokens, with a chat template; with `adds_bos` it puts BOS in front."""
+def small_tokenizer(adds_bos: bool = False, splits_digits: bool = False) -> PreTrainedTokenizerFast:
+    """A byte-level BPE of at most 512 tokens, with a chat template; with `adds_bos` it puts BOS in front.
+
+    With `splits_digits`, as SmolLM2's, two line breaks are one token in front of a digit, and two in front of a letter.
+    """
     backend = Tokenizer(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    texts = [" ".join(WORDS), " ".join(reversed(WORDS))] * 4
+    if splits_digits:
+        digits = pre_tokenizers.Digits(individual_digits=True)
+        backend.pre_tokenizer = pre_tokenizers.Sequence([digits, backend.pre_tokenizer])
+        texts.append("the\n\n7" * 50)
     backend.decoder = decoders.ByteLevel()
     special = ["<pad>", "<s>", "</s>", "<|im_start|>", "<|im_end|>"]
     trainer = trainers.BpeTrainer(
@@ -165,7 +173,7 @@ def small_tokenizer(adds_bos: bool = False) -> PreTrainedTokenizerFast:
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    backend.train_from_iterator([" ".join(WORDS), " ".join(reversed(WORDS))] * 4, trainer)
+    backend.train_from_iterator(texts, trainer)
     if adds_bos:
         from tokenizers.processors import TemplateProcessing
 

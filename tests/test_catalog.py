@@ -6,10 +6,11 @@ import numpy as np
 import pytest
 from contracts.kv import token_ids
 
-from rag_blend.catalog import ChunkCatalog, Findings, common_prefix
+from rag_blend.catalog import ChunkCatalog, Findings
 from rag_blend.chunk import GENERIC_HEAD, NO_TOKENS, ChunkOrigin, chunk_key, digest_ids
 from rag_blend.label import ListedChunk
 from rag_blend.match import Match
+from rag_blend.prompt import common_prefix
 
 HEAD, OTHER_HEAD = token_ids(100, 12), token_ids(101, 12)
 A, B, C = (token_ids(i, 40) for i in (1, 2, 3))

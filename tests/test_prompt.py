@@ -6,7 +6,7 @@ import torch
 from conftest import random_text, small_tokenizer
 from transformers import PreTrainedTokenizerFast
 
-from rag_blend.prompt import bos_ids, chunk_ids, prompt_ids
+from rag_blend.prompt import bos_ids, chunk_ids, ids_in_front, prompt_ids
 
 BOS = 1
 MESSAGES = [{"role": "user", "content": "the river"}]
@@ -117,3 +117,20 @@ def test_chunks_are_neither_padded_nor_cut(with_bos: PreTrainedTokenizerFast) ->
     assert [len(ids) for ids in chunk_ids(with_bos, texts)] == expected
     assert len(prompt_ids(with_bos, texts[0])) == expected[0] + 1
     assert chunk_ids(with_bos, []) == []
+
+
+@pytest.mark.parametrize("head", ["the river\n\n", "the river\n", "the river\n\n\n", "the river", "\n\n"])
+@pytest.mark.parametrize("splits_digits", [True, False])
+def test_a_head_is_what_prompts_with_a_letter_behind_it_begin_with(head: str, splits_digits: bool) -> None:
+    each = small_tokenizer(splits_digits=splits_digits)
+    ids = ids_in_front(each, head)
+    for text in ("Bridges open", "a bridge opens", "(a bridge)"):
+        assert prompt_ids(each, head + text).tolist() == [*ids, *prompt_ids(each, text)]
+    differs = splits_digits and head in {"the river\n\n", "\n\n"}  # three are no token of this vocabulary
+    assert (len(ids) > len(prompt_ids(each, head))) == differs
+
+
+def test_a_head_that_ends_in_a_blank_or_in_ids_is_taken_as_it_is(with_bos: PreTrainedTokenizerFast) -> None:
+    """The blank belongs to the next word; nothing can be done about it."""
+    assert ids_in_front(with_bos, "the river ").tolist() == prompt_ids(with_bos, "the river ").tolist()
+    assert ids_in_front(with_bos, [1, 7, 8]).tolist() == [1, 7, 8]

@@ -2,8 +2,8 @@
 
 A chain's head is found by rendering its prompt template with a stand-in for the context and cutting before it.
 Its last token can depend on the first letter of the context (" Be" may be one token), so the prompt is tokenised
-with several stand-ins and only the tokens that all of them share are kept: they are the first tokens of every
-prompt that this template makes.
+with several stand-ins and only the tokens that all of them share are kept (and blanks, see `front_ids`): they are the
+first tokens of every prompt that this template makes.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -13,14 +13,14 @@ from langchain_core.messages import AIMessage, BaseMessage, HumanMessage
 from langchain_core.prompt_values import PromptValue
 from langchain_core.prompts import BasePromptTemplate, ChatPromptTemplate, MessagesPlaceholder
 from langchain_core.runnables import Runnable
-from rag_blend_frameworks.prompts import STAND_INS, Prompt, shared_ids
+from rag_blend_frameworks.prompts import STAND_INS, Prompt, front_ids
 
 HeadSource = BasePromptTemplate[Any] | Runnable[Any, Any] | str | Sequence[int]
 """A prompt template, a chain that has one, the very text in front of the context, or its token ids."""
 
 
 def head_ids(tokenizer: Any, head: Prompt) -> list[int]:
-    """Return the token ids with which every prompt starts that begins with this text, whatever follows.
+    """Return the token ids with which prompts start that begin with this text, whatever follows.
 
     Args:
         tokenizer: The model's Hugging Face tokenizer.
@@ -31,9 +31,7 @@ def head_ids(tokenizer: Any, head: Prompt) -> list[int]:
     """
     if not head.text:
         return []
-    texts = (head.text, *(head.text + stand_in for stand_in in STAND_INS))
-    # The head by itself bounds the result where a tokenizer maps all stand-ins to one unknown token.
-    return shared_ids(tokenizer, [head._replace(text=text) for text in texts])
+    return front_ids(tokenizer, head, [head._replace(text=head.text + stand_in) for stand_in in STAND_INS])
 
 
 def head_of_template(

@@ -2,7 +2,7 @@
 
 A head is found by rendering a template with a stand-in for the context and cutting before it. Its last token can depend
 on the first letter of the context (" Be" may be one token), so the prompt is tokenised with several stand-ins, and only
-the tokens that all of them share are kept.
+the tokens that all of them share are kept; and blanks at the end that are the same tokens in front of all letters.
 """
 
 import datetime
@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 # They differ in the first character: capital, small letter, digit, bracket, dash, accent, ideograph.
+_EDGE_TOKENS = 3  # with so many tokens of a head changed, chunks cached behind it are still reused
 STAND_INS = tuple(first + "qxjzkvw" for first in ("Z", "z", "7", "(", "-", "\u00e9", "\u4e2d"))
 
 
@@ -38,6 +39,21 @@ def shared_ids(tokenizer: Any, prompts: Sequence[Prompt]) -> list[int]:
             break
         shared.append(column[0])
     return shared
+
+
+def front_ids(tokenizer: Any, head: Prompt, followed: Sequence[Prompt]) -> list[int]:
+    """The token ids of a head in front of most contexts.
+
+    Args:
+        tokenizer: The model's tokenizer.
+        head: It alone; it bounds the result where a tokenizer maps all stand-ins to one unknown token.
+        followed: It in front of each of `STAND_INS`.
+    """
+    shared, letters = shared_ids(tokenizer, [head, *followed]), shared_ids(tokenizer, followed[:2])
+    edge = letters[len(shared) :]
+    # By GPT-2's rule two line breaks are one token at the end of a text, and in front of digits where those are split.
+    is_blank = 0 < len(edge) <= _EDGE_TOKENS and not tokenizer.decode(edge).strip()
+    return letters if is_blank else shared
 
 
 def says_today(tokenizer: Any, head: Sequence[int]) -> bool:

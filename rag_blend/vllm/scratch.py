@@ -9,8 +9,8 @@ import numpy as np
 import torch
 from safetensors.torch import save
 
-from rag_blend.catalog import common_prefix
 from rag_blend.chunk import LayerKV
+from rag_blend.prompt import common_prefix
 
 if TYPE_CHECKING:
     from rag_blend.vllm.paged import PagedModel

@@ -12,12 +12,11 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.cache_utils import DynamicCache
 
-from rag_blend.catalog import common_prefix
 from rag_blend.engine import BlendEngine
 from rag_blend.evaluation.policies import Policy
 from rag_blend.evaluation.prompts import adds_special_tokens, head_ids
 from rag_blend.models.base import cache_argument_of
-from rag_blend.prompt import prompt_ids
+from rag_blend.prompt import common_prefix, prompt_ids
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,18 +2,18 @@
 
 The head is found by rendering the real template with a stand-in for the context and cutting before it. Its
 last token can depend on the first letter of the context (" Be" may be one token), so the prompt is tokenised
-with several stand-ins and only the tokens that all of them share are kept: they are the first tokens of every
-prompt that this template makes.
+with several stand-ins and only the tokens that all of them share are kept (and blanks, see `front_ids`): they are the
+first tokens of every prompt that this template makes.
 """
 
 from collections.abc import Callable
 from typing import Any
 
-from rag_blend_frameworks.prompts import STAND_INS, Prompt, shared_ids
+from rag_blend_frameworks.prompts import STAND_INS, Prompt, front_ids
 
 
 def head_ids(tokenizer: Any, render: Callable[[str], Prompt]) -> list[int]:
-    """Return the token ids with which every prompt starts, whatever the context.
+    """Return the token ids with which prompts start, whatever the context.
 
     Args:
         tokenizer: The model's Hugging Face tokenizer.
@@ -32,6 +32,4 @@ def head_ids(tokenizer: Any, render: Callable[[str], Prompt]) -> list[int]:
     if len(positions) > 1:
         raise ValueError("the text in front of the context changes with the context, so it has no fixed head")
     cut = positions.pop()
-    head = prompts[0]._replace(text=prompts[0].text[:cut])
-    # The cut text bounds the result where a tokenizer maps all stand-ins to one unknown token.
-    return shared_ids(tokenizer, [head, *prompts])
+    return front_ids(tokenizer, prompts[0]._replace(text=prompts[0].text[:cut]), prompts)
