@@ -164,7 +164,7 @@ class Controller:
         whole, most_work = self._full_s(plan.num_tokens), _MOST_WORK * self.cost.prefill(plan.num_tokens)
         if whole is None:
             return plan
-        forecasts = [self._forecast(candidate, places, work_of) for candidate in self._candidates(plan, places)]
+        forecasts = [self._forecast(candidate, whole, places, work_of) for candidate in self._candidates(plan, places)]
         best, least = BlendPlan(plan.num_tokens, ()), _WORTH * whole
         for forecast in forecasts:
             if forecast.work <= most_work and forecast.seconds < least:
@@ -213,10 +213,11 @@ class Controller:
         if plan.kept and plan.segments:
             yield replace(plan, segments=())
 
-    def _forecast(self, plan: BlendPlan, places: Mapping[str, str], work_of: Work) -> _Forecast:
-        """Of what nobody knows, that it takes no time, so that it is tried."""
+    def _forecast(self, plan: BlendPlan, whole: float, places: Mapping[str, str], work_of: Work) -> _Forecast:
+        """Of what nobody knows, that it is computed as fast as a full prefill, so that it is tried if that is best."""
         work, fetching_s = work_of(plan), self._fetching_s(plan, places)
-        computing_s = (self._blend.seconds(work) or 0.0) if self._blend.tells(work) else 0.0
+        known = self._blend.seconds(work) if self._blend.tells(work) else None
+        computing_s = whole * work / self.cost.prefill(plan.num_tokens) if known is None else known
         return _Forecast(plan, work, computing_s, fetching_s, self._together(computing_s, sum(fetching_s.values())))
 
     def _fetching_s(self, plan: BlendPlan, places: Mapping[str, str]) -> Mapping[str, float]:

@@ -84,6 +84,15 @@ class TestWhatIsReused:
 
         assert [s.key for s in controller.best(exact_first, PLACES, dear_work_of).segments] == ["a"]
 
+    def test_a_fast_blend_is_not_given_up_to_try_what_computes_more(self) -> None:
+        """What is exact alone was never timed, but computes more than the blend, which was."""
+        controller = Controller(COST)
+        controller.learn_full(2000, 2.0)
+        possible = plan(2000, 800, 500, 500, exact=True)
+        for _ in range(3):
+            controller.learn_blend(work_of(possible), 0.4, [])
+        assert controller.best(possible, PLACES, work_of) is possible
+
     def test_an_earlier_prompt_is_gone_on_from_if_that_is_worth_it(self) -> None:
         controller = taught({"redis": 60.0})
         best = controller.best(plan(2000, 600, kept=900), {"a": "redis"}, work_of)
