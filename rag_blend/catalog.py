@@ -17,14 +17,13 @@ from rag_blend.errors import StoreUnavailableError
 from rag_blend.label import ListedChunk
 from rag_blend.match import ChunkIndex, Match
 from rag_blend.plan import BlendPlan, plan_blend
-from rag_blend.prompt import common_prefix
+from rag_blend.prompt import EDGE_TOKENS, common_prefix
 
 logger = logging.getLogger(__name__)
 
 TokenIdsOf = Callable[[str], np.ndarray]
 UnprimedKeyOf = Callable[[str, np.ndarray], str]
 _BEST_FIRST = ("own", "shared", "none")  # see `ChunkOrigin.priming`
-_EDGE_TOKENS = 3  # so many tokens may change where two texts meet
 _CHUNKS_AT_ONCE = 4096  # whose ids are in memory while they are added
 
 
@@ -83,7 +82,7 @@ class _Group:
         """Whether the prompt begins with this head, but for tokens that may change at its end."""
         if self.head_ids is None:
             return True
-        return common_prefix(self.head_ids, prompt_ids) >= len(self.head_ids) - _EDGE_TOKENS
+        return common_prefix(self.head_ids, prompt_ids) >= len(self.head_ids) - EDGE_TOKENS
 
     def stands_first(self, match: Match, prompt_ids: np.ndarray) -> bool:
         """Whether the match stands directly behind the very head it was cached behind."""

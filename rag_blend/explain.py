@@ -15,12 +15,11 @@ from rag_blend.generation import Generation, Prefill
 from rag_blend.ingest import MIN_CHUNK_TOKENS, read_head
 from rag_blend.label import read_label
 from rag_blend.picture_pieces import excerpt_of
-from rag_blend.prompt import common_prefix
+from rag_blend.prompt import EDGE_TOKENS, common_prefix
 from rag_blend.storage import StorageBackend
 from rag_blend.store import KVStore
 from rag_blend.trace import Trace, TracedChunk
 
-_EDGE_TOKENS = 3  # so many tokens may change where two texts meet
 _SHORT_PROMPT = 64
 
 
@@ -165,7 +164,7 @@ class _Reader:
         ):
             total += missing
             tokens = f"the {which} {_count(missing, 'token')} of chunk {number + 1}"
-            if missing > _EDGE_TOKENS:
+            if missing > EDGE_TOKENS:
                 cuts.append(f"{tokens} do not stand here, or have changed: it is cut")
             elif missing:
                 cuts.append(f"{tokens}, spelt with other tokens where it meets its neighbour")

@@ -125,14 +125,12 @@ class Ingester:
         return jobs
 
     def _copies_of(self, jobs: Sequence[_Job | None], head: np.ndarray | None) -> list[_Job | None]:
-        """What is kept for where a chunk stands first, for each job; None where the chunk itself is unprimed."""
+        """What is kept for where a chunk stands first, for each job."""
         if head is None or not self._primer.keeps_copies:  # behind a head that nobody knows, nothing is exact
             return [None] * len(jobs)
         origin, contexts = self._store.origin(digest_ids(head), UNPRIMED.digest), UNPRIMED.contexts(head)
         return [
-            None
-            if job is None or job.origin == origin
-            else _Job(job.token_ids, contexts, self._store.key_of(origin, job.token_ids), origin)
+            None if job is None else _Job(job.token_ids, contexts, self._store.key_of(origin, job.token_ids), origin)
             for job in jobs
         ]
 

@@ -72,7 +72,7 @@ class Primer:
             self._fixed = Priming((self._ended(chunk_ids(tokenizer, [bundled])[0])[-num_tokens:],))
         elif choice not in CHOICES:
             self._fixed = Priming((self._ended(chunk_ids(tokenizer, [choice])[0]),))
-        self.keeps_copies = exact_first and self._fixed is not UNPRIMED  # of each chunk, unprimed
+        self.keeps_copies = exact_first and self._fixed.digest != UNPRIMED.digest  # of each chunk, unprimed
         self._sample: Sample | None = None
         self._texts: list[PrimingText] = []
         self.reload()

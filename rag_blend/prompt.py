@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
+EDGE_TOKENS = 3  # so many tokens may change where two texts meet
 _MAX_ID = 2**31 - 1
-_EDGE_TOKENS = 3
 
 
 def prompt_ids(
@@ -62,7 +62,7 @@ def ids_in_front(tokenizer: PreTrainedTokenizerBase, head: str | Sequence[int]) 
     first, second = (prompt_ids(tokenizer, head + text) for text in ("Zqxjzkvw", "zqxjzkvw"))
     followed = first[: common_prefix(first, second)]
     edge = followed[common_prefix(ids, followed) :]
-    is_blank = 0 < len(edge) <= _EDGE_TOKENS and not str(tokenizer.decode(edge.tolist())).strip()
+    is_blank = 0 < len(edge) <= EDGE_TOKENS and not str(tokenizer.decode(edge.tolist())).strip()
     return followed if is_blank else ids
 
 

@@ -9,8 +9,8 @@ import datetime
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-# They differ in the first character: capital, small letter, digit, bracket, dash, accent, ideograph.
 _EDGE_TOKENS = 3  # with so many tokens of a head changed, chunks cached behind it are still reused
+# They differ in the first character: capital, small letter, digit, bracket, dash, accent, ideograph.
 STAND_INS = tuple(first + "qxjzkvw" for first in ("Z", "z", "7", "(", "-", "\u00e9", "\u4e2d"))
 
 

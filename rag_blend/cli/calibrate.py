@@ -61,8 +61,9 @@ def calibrate(
 
         cases = _cases(data or [], documents, limit, passages, seed)
         loaded, tokenizer = load_model(model, dtype)
-        priming = given(prime=prime, prime_tokens=prime_tokens, prime_texts=prime_texts, exact_first=exact_first)
-        options = {**priming, **given(codec=codec)}
+        options = given(
+            prime=prime, prime_tokens=prime_tokens, prime_texts=prime_texts, exact_first=exact_first, codec=codec
+        )
         progress = not as_json
         found = find(
             loaded, tokenizer, cases, storage, kl, agreement, progress=progress, namespace=namespace, **options

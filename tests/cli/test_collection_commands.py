@@ -57,6 +57,21 @@ def test_the_estimate_comes_close(run: Run, documents: Path, model_dir: Path) ->
     assert 0.9 < done["estimate"]["bytes"] / done["report"]["bytes"] < 1
 
 
+def test_chunks_are_kept_twice_unless_it_is_said_otherwise(
+    run: Run, documents: Path, model_dir: Path, tmp_path: Path
+) -> None:
+    def entries() -> int:
+        return len(set((tmp_path / "kv").glob("??/*.safetensors")))
+
+    once = parsed(run("ingest", documents, "--model", model_dir, "--no-exact-first", "--json"))
+    assert once["report"]["chunks"] == 4 and entries() == 1 + 4
+    parsed(run("ingest", documents, "--json"))  # as before
+    assert entries() == 1 + 4
+    twice = parsed(run("ingest", documents, "--exact-first", "--json"))
+    assert twice["report"]["chunks"] == 0 and entries() == 1 + 2 * 4
+    assert twice["estimate"]["bytes"] == 2 * once["estimate"]["bytes"]
+
+
 def test_ingest_again_computes_nothing(run: Run, ingested: Any, documents: Path) -> None:
     result = run("ingest", documents)
     assert result.exit_code == 0 and "0 documents are new, 0 changed, 0 gone" in result.stdout
