@@ -1,18 +1,19 @@
-"""Layer i+1 is put at its positions, and layer i+2 read and checked, while the model computes layer i."""
+"""Layers that come are read and checked, and where cores allow put at their positions, while the model computes one."""
 
 from __future__ import annotations
 
 import threading
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from types import TracebackType
+from typing import TypeVar
 
 import numpy as np
-import torch
 
+from rag_blend.assembly import Assembled, LayerAssembler, is_better_beside
 from rag_blend.chunk import LayerKV
 from rag_blend.errors import CorruptChunkError, StoreError, StoreUnavailableError
 from rag_blend.models import ModelAdapter
@@ -20,7 +21,8 @@ from rag_blend.patience import HangingStoreError, fulfil
 from rag_blend.plan import BlendPlan
 from rag_blend.rope import Angles
 from rag_blend.store import KVStore, StoredChunk
-from rag_blend.streams import CopyLane
+
+T = TypeVar("T")
 
 
 class LostChunkError(Exception):
@@ -69,16 +71,10 @@ class LayerPrefetcher:
         self._store = store
         self._patience = store.patience
         self._adapter = adapter
-        self._kept = kept
-        self._angles = angles
-        self._device, self._dtype = adapter.device, adapter.dtype  # the model looks them up among all its modules
-        self._capacity = plan.num_tokens + room
-        shape = (1, adapter.num_kv_heads, plan.num_tokens, adapter.head_dim)
-        self._unrotated = torch.zeros(shape, device=self._device)  # one layer's keys, float32; only the placer uses it
-        self._lane = CopyLane(self._device)
+        self._assembler = LayerAssembler(plan, adapter, angles, room, kept)
         self._slots = threading.Semaphore(depth)
         self._stopped = threading.Event()
-        self._read_s = self._placed_s = 0.0
+        self._read_s = 0.0
         self.waited_s = 0.0  # time for which somebody waited for a layer
         self._reading_s: defaultdict[str, float] = defaultdict(float)  # by key; threads at once may add up to more
         # Media far away are asked for all chunks at once; a disk is not faster for it.
@@ -88,15 +84,16 @@ class LayerPrefetcher:
         start = time.perf_counter()
         self._chunks = self._open_all()
         self._opened_s = time.perf_counter() - start
-        self._layers: list[Future[tuple[LayerKV, Callable[[], None]]]] = [Future() for _ in range(adapter.num_layers)]
         self._read: list[Future[Mapping[str, LayerKV]]] = [Future() for _ in range(adapter.num_layers)]
+        self._assembled: list[Future[Assembled]] = [Future() for _ in range(adapter.num_layers)]
         self._news = 0  # grows as long as the store answers
         self._end: Future[None] = Future()
-        # Two, so that the next layer is on its way while one is put at its positions. And daemons, for they may be left
-        # behind: no process shall wait for a store that hangs in order to end.
+        self._beside = is_better_beside(adapter.device)
+        # The next layer is on its way while one is put at its positions. And daemons, for they may be left behind: no
+        # process shall wait for a store that hangs in order to end.
+        works = {"reader": self._read_all, **({"assembler": self._assemble_all} if self._beside else {})}
         self._threads = [
-            threading.Thread(target=work, name=f"rag-blend-{name}", daemon=True)
-            for name, work in (("reader", self._read_all), ("placer", self._assemble_all))
+            threading.Thread(target=work, name=f"rag-blend-{name}", daemon=True) for name, work in works.items()
         ]
         for thread in self._threads:
             thread.start()
@@ -111,16 +108,10 @@ class LayerPrefetcher:
         Raises:
             LostChunkError: A chunk is damaged or gone, or the store hangs.
         """
-        start = time.perf_counter()
-        try:
-            kv, take_over = self._patience.wait(self._layers[layer_idx], lambda: self._news)
-        except HangingStoreError as error:
-            self._patience.give_up(self._end)
-            for key in self._plan.keys:
-                self._store.count_unavailable(key, error)
-            raise LostChunkError(silent=self._plan.keys) from error
-        finally:
-            self.waited_s += time.perf_counter() - start
+        if self._beside:
+            kv, take_over = self._await(self._assembled[layer_idx])
+        else:
+            kv, take_over = self._assemble(layer_idx, self._await(self._read[layer_idx]))
         self._slots.release()
         take_over()
         return kv
@@ -144,7 +135,7 @@ class LayerPrefetcher:
     @property
     def load_s(self) -> float:
         """Seconds spent reading rows and putting them at their positions, in whatever thread."""
-        return self._read_s + self._placed_s
+        return self._read_s + self._assembler.seconds
 
     def staleness(self) -> np.ndarray:
         """How much each prompt token's stored rows depend on what was in front of them, float32, shape (num_tokens,).
@@ -183,6 +174,8 @@ class LayerPrefetcher:
     def _read_all(self) -> None:
         for layer_idx, future in enumerate(self._read):
             fulfil(future, partial(self._read_layer, layer_idx))
+        if not self._beside:
+            self._end.set_result(None)
 
     def _read_layer(self, layer_idx: int) -> Mapping[str, LayerKV]:
         if not self._stopped.is_set():
@@ -197,38 +190,30 @@ class LayerPrefetcher:
         return read
 
     def _assemble_all(self) -> None:
-        for layer_idx, future in enumerate(self._layers):
+        for layer_idx, future in enumerate(self._assembled):
             if future.set_running_or_notify_cancel():
-                fulfil(future, partial(self._finish, layer_idx))
+                fulfil(future, partial(self._assemble_when_read, layer_idx))
         self._threads[0].join()  # it may still hang in a layer that nobody wants any more
         self._end.set_result(None)
 
-    def _finish(self, layer_idx: int) -> tuple[LayerKV, Callable[[], None]]:
-        read = self._read[layer_idx].result()
-        self._read[layer_idx] = Future()  # its rows are not needed any more
-        start = time.perf_counter()
-        with torch.no_grad(), self._lane.working():
-            kv = self._assemble(layer_idx, read)
-            take_over = self._lane.hand_over(kv)
-        self._placed_s += time.perf_counter() - start
-        return kv, take_over
+    def _assemble_when_read(self, layer_idx: int) -> Assembled:
+        return self._assemble(layer_idx, self._read[layer_idx].result())
 
-    def _assemble(self, layer_idx: int, read: Mapping[str, LayerKV]) -> LayerKV:
-        heads, head_dim = self._adapter.num_kv_heads, self._adapter.head_dim
-        shape = (1, heads, self._capacity, head_dim)
-        whole = LayerKV(*(torch.empty(shape, dtype=self._dtype, device=self._device) for _ in range(2)))
-        for segment in self._plan.segments:
-            rows = slice(segment.offset, segment.offset + len(segment))
-            stored = read[segment.key]
-            self._unrotated[0, :, segment.start : segment.end] = stored.keys[:, rows]
-            whole.values[0, :, segment.start : segment.end] = stored.values[:, rows]
-        # All rows at once, also those that nothing is stored of: many small rotations take longer.
-        at_places = whole.keys[:, :, : self._plan.num_tokens]
-        self._adapter.rotate_into(layer_idx, at_places, self._unrotated, self._angles)
-        if self._plan.kept:
-            for side, kept in zip(whole, self._kept[layer_idx], strict=True):
-                side[0, :, : self._plan.kept] = kept
-        return whole
+    def _assemble(self, layer_idx: int, read: Mapping[str, LayerKV]) -> Assembled:
+        self._read[layer_idx] = Future()  # its rows are not needed any more
+        return self._assembler.assemble(layer_idx, read)
+
+    def _await(self, future: Future[T]) -> T:
+        start = time.perf_counter()
+        try:
+            return self._patience.wait(future, lambda: self._news)
+        except HangingStoreError as error:
+            self._patience.give_up(self._end)
+            for key in self._plan.keys:
+                self._store.count_unavailable(key, error)
+            raise LostChunkError(silent=self._plan.keys) from error
+        finally:
+            self.waited_s += time.perf_counter() - start
 
     def _read_chunk(self, chunk: StoredChunk, layer_idx: int) -> LayerKV:
         start = time.perf_counter()
@@ -245,13 +230,13 @@ class LayerPrefetcher:
             self._store.count_unavailable(chunk.key, error)
             raise LostChunkError(silent=[chunk.key]) from error
         self._news += 1
-        with self._lane.working():  # also in a thread of the pool
-            return LayerKV(*map(self._lane.bring, kv))
+        with self._assembler.lane.working():  # also in a thread of the pool
+            return LayerKV(*map(self._assembler.lane.bring, kv))
 
     def close(self) -> None:
         """Stop reading and release the entries; if the store hangs, as soon as it answers."""
         self._stopped.set()
-        for future in self._layers:
+        for future in self._assembled:
             future.cancel()
         self._slots.release()  # wakes the reader if it waits for room; it then sees that it shall stop
         try:

@@ -13,6 +13,7 @@ import torch
 from conftest import random_model
 from contracts.kv import random_chunk
 
+from rag_blend.assembly import is_better_beside
 from rag_blend.chunk import NO_TOKENS, ChunkKV
 from rag_blend.models import ModelAdapter, adapter_for
 from rag_blend.plan import BlendPlan, Segment
@@ -57,8 +58,15 @@ def plan(chunks: dict[str, ChunkKV]) -> BlendPlan:
     )
 
 
-@pytest.fixture
-def open_prefetcher(plan: BlendPlan, store: KVStore, adapter: ModelAdapter) -> Iterator[Callable[..., LayerPrefetcher]]:
+@pytest.fixture(params=[True, False], ids=["beside", "in turn"])
+def open_prefetcher(
+    plan: BlendPlan,
+    store: KVStore,
+    adapter: ModelAdapter,
+    monkeypatch: pytest.MonkeyPatch,
+    request: pytest.FixtureRequest,
+) -> Iterator[Callable[..., LayerPrefetcher]]:
+    monkeypatch.setattr("rag_blend.prefetch.is_better_beside", lambda device: request.param)
     opened = []
 
     def make(depth: int = 4, plan: BlendPlan = plan) -> LayerPrefetcher:
@@ -69,6 +77,16 @@ def open_prefetcher(plan: BlendPlan, store: KVStore, adapter: ModelAdapter) -> I
     yield make
     for prefetcher in opened:
         prefetcher.close()
+
+
+@pytest.mark.parametrize(("threads", "cores", "beside"), [(2, 2, False), (1, 2, True), (4, 2, False)])
+def test_another_thread_assembles_layers_only_where_a_core_is_idle(
+    monkeypatch: pytest.MonkeyPatch, threads: int, cores: int, beside: bool
+) -> None:
+    monkeypatch.setattr("os.sched_getaffinity", lambda process: set(range(cores)), raising=False)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+    assert is_better_beside(torch.device("cpu")) == beside
+    assert is_better_beside(torch.device("cuda"))
 
 
 def reader_threads() -> list[threading.Thread]:
@@ -180,7 +198,7 @@ def test_no_more_than_depth_layers_are_ready(
         gate.wait_until(ahead - 1)
         if ahead < LAYERS:
             # The reader cannot begin another one before a layer is taken: it is waiting for room, or about to.
-            assert not prefetcher._layers[ahead].done()
+            assert not prefetcher._read[ahead].done()
             assert gate.layers() == list(range(ahead))
         prefetcher.layer(i)
 
