@@ -12,6 +12,7 @@ from rag_blend.chunk import LayerKV
 from rag_blend.models import ModelAdapter
 from rag_blend.plan import BlendPlan
 from rag_blend.rope import Angles
+from rag_blend.space import Space
 from rag_blend.streams import CopyLane
 
 Assembled = tuple[LayerKV, Callable[[], None]]  # and what the model's thread calls before it uses the rows
@@ -24,7 +25,7 @@ class LayerAssembler:
         plan: What stands where.
         adapter: The model they are for.
         angles: Of all positions of the prompt.
-        room: Tokens to leave space for behind the prompt.
+        space: Where its rows are to lie.
         kept: Rows of the plan's `kept` tokens, keys after RoPE, (num_kv_heads, num_tokens, head_dim) for each layer.
 
     Attributes:
@@ -33,7 +34,7 @@ class LayerAssembler:
     """
 
     def __init__(
-        self, plan: BlendPlan, adapter: ModelAdapter, angles: Angles, room: int, kept: Sequence[LayerKV] = ()
+        self, plan: BlendPlan, adapter: ModelAdapter, angles: Angles, space: Space, kept: Sequence[LayerKV] = ()
     ) -> None:
         self.lane = CopyLane(adapter.device)
         self.seconds = 0.0
@@ -41,11 +42,11 @@ class LayerAssembler:
         self._adapter = adapter
         self._angles = angles
         self._kept = kept
-        self._device, self._dtype = adapter.device, adapter.dtype  # the model looks them up among all its modules
-        heads, head_dim = adapter.num_kv_heads, adapter.head_dim
-        self._shape = (1, heads, plan.num_tokens + room, head_dim)
-        # One layer's keys, float32, used again for each.
-        self._unrotated = torch.zeros((1, heads, plan.num_tokens, head_dim), device=self._device)
+        self._space = space
+        shape = (1, adapter.num_kv_heads, plan.num_tokens, adapter.head_dim)
+        side = torch.empty((), dtype=adapter.dtype, device=adapter.device).expand(shape)
+        self._like = LayerKV(side, side)
+        self._unrotated = torch.zeros(shape, device=adapter.device)  # one layer's keys, float32, used again for each
 
     def assemble(self, layer_idx: int, read: Mapping[str, LayerKV]) -> Assembled:
         """A layer for the whole prompt, and what the model's thread must call before it uses it.
@@ -62,7 +63,7 @@ class LayerAssembler:
         return whole, take_over
 
     def _whole(self, layer_idx: int, read: Mapping[str, LayerKV]) -> LayerKV:
-        whole = LayerKV(*(torch.empty(self._shape, dtype=self._dtype, device=self._device) for _ in range(2)))
+        whole = self._space.take(layer_idx, self._like)
         for segment in self._plan.segments:
             rows = slice(segment.offset, segment.offset + len(segment))
             stored = read[segment.key]

@@ -10,6 +10,7 @@ import torch
 from transformers.cache_utils import Cache, DynamicLayer
 
 from rag_blend.chunk import LayerKV
+from rag_blend.space import OwnSpace, Space
 
 
 class KVPlacer(Protocol):
@@ -23,14 +24,14 @@ class GrowingLayer(DynamicLayer):
     """A dynamic layer that appends into spare room instead of copying itself for every token.
 
     Args:
-        room: Tokens to leave space for behind a plain prefill.
+        space: Where the rows of a plain prefill lie.
         placer: Completes the first update; None makes it a plain prefill.
         layer_idx: Which layer this is.
     """
 
-    def __init__(self, room: int, placer: KVPlacer | None, layer_idx: int) -> None:
+    def __init__(self, space: Space, placer: KVPlacer | None, layer_idx: int) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._room = room
+        self._space = space
         self._placer = placer
         self._layer_idx = layer_idx
         self.began_at = 0.0  # when the first rows came; by `time.perf_counter`
@@ -59,8 +60,10 @@ class GrowingLayer(DynamicLayer):
         if self._placer is not None:
             self._spare, length = self._placer.place(self._layer_idx, keys, values)
         else:
-            self._spare = LayerKV(_with_room(keys, self._room), _with_room(values, self._room))
             length = keys.shape[-2]
+            self._spare = self._space.take(self._layer_idx, LayerKV(keys, values))
+            for spare, rows in zip(self._spare, (keys, values), strict=True):
+                spare[..., :length, :] = rows
         return self._show(length)
 
     def hold(self, spare: LayerKV, length: int) -> None:
@@ -94,12 +97,12 @@ class BlendCache(Cache):
 
     Args:
         num_layers: Number of decoder layers.
-        room: Tokens to leave space for behind a plain prefill.
+        space: Where the rows of a plain prefill lie. None: there is room for no more than those.
         placer: Completes the first update of each layer; None makes it an ordinary empty cache.
     """
 
-    def __init__(self, num_layers: int, room: int = 0, placer: KVPlacer | None = None) -> None:
-        self._growing = [GrowingLayer(room, placer, i) for i in range(num_layers)]
+    def __init__(self, num_layers: int, space: Space | None = None, placer: KVPlacer | None = None) -> None:
+        self._growing = [GrowingLayer(space or OwnSpace(), placer, i) for i in range(num_layers)]
         super().__init__(layers=list(self._growing))
 
     @classmethod
@@ -109,11 +112,6 @@ class BlendCache(Cache):
         for layer, spare in zip(cache._growing, layers, strict=True):
             layer.hold(spare, length)
         return cache
-
-    def drop(self, layer_idx: int) -> None:
-        """Give up a layer's rows, to free their memory."""
-        self._growing[layer_idx] = GrowingLayer(0, None, layer_idx)
-        self.layers[layer_idx] = self._growing[layer_idx]
 
     @property
     def began_at(self) -> float:
@@ -137,10 +135,3 @@ def kv_of(cache: Cache, layer_idx: int) -> LayerKV:
     layer = cache.layers[layer_idx]
     assert isinstance(layer, DynamicLayer) and layer.keys is not None and layer.values is not None
     return LayerKV(layer.keys, layer.values)
-
-
-def _with_room(rows: torch.Tensor, room: int) -> torch.Tensor:
-    batch, heads, length, dim = rows.shape
-    buffer = rows.new_empty(batch, heads, length + room, dim)
-    buffer[..., :length, :] = rows
-    return buffer

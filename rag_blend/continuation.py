@@ -26,6 +26,7 @@ from rag_blend.info import rope_types_of
 from rag_blend.models import WeightsWatch, cache_argument_of
 from rag_blend.prefixes import NOTHING, Prefix, PrefixCache
 from rag_blend.selftest import random_prompt, require_equal
+from rag_blend.space import OwnSpace
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -134,7 +135,7 @@ class _Rows(_Kind):
     def cache_of(self, kept: Prefix, room: int) -> Cache:
         """See `_Kind`."""
         if not len(kept):
-            return BlendCache(self._num_layers, room)
+            return BlendCache(self._num_layers, OwnSpace(room))
         return BlendCache.holding([self._with_room(kv, room) for kv in kept.layers], len(kept))
 
     def prefix_of(self, token_ids: np.ndarray, cache: Cache) -> Prefix:

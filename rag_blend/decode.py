@@ -18,11 +18,11 @@ from transformers import (
     StopStringCriteria,
 )
 
-from rag_blend.cache import BlendCache, kv_of
-from rag_blend.chunk import LayerKV
+from rag_blend.cache import BlendCache
 from rag_blend.generation import PieceStreamer
 from rag_blend.models import cache_argument_of
 from rag_blend.models.attention import packing
+from rag_blend.space import SharedSpace
 
 # What chooses tokens by their scores alone. Anything else may depend on where in the batch a prompt stands, or on the
 # tokens that pad the shorter ones.
@@ -39,7 +39,6 @@ class Row:
 
     Attributes:
         ids: The prompt, int32, shape (num_tokens,).
-        cache: Its rows; given up as soon as the batch has them.
         max_new_tokens: Upper limit of its answer.
         stop: Its stop strings.
         cancel: Ends it when set.
@@ -50,7 +49,6 @@ class Row:
     """
 
     ids: np.ndarray
-    cache: BlendCache | None
     max_new_tokens: int
     stop: tuple[str, ...]
     cancel: threading.Event
@@ -67,7 +65,11 @@ def can_decode_together(model: PreTrainedModel, kwargs: Mapping[str, Any]) -> bo
 
 
 def decode_together(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, rows: Sequence[Row], kwargs: Mapping[str, Any]
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    rows: Sequence[Row],
+    space: SharedSpace,
+    kwargs: Mapping[str, Any],
 ) -> None:
     """Run ``model.generate`` on all rows until each has ended.
 
@@ -75,9 +77,10 @@ def decode_together(
         model: The model.
         tokenizer: Its tokenizer.
         rows: Prefilled prompts; their tokens are filled in.
+        space: Where they lie, in the same order.
         kwargs: Arguments of ``model.generate``, as `can_decode_together` allows.
     """
-    longest, room = max(len(row.ids) for row in rows), max(row.max_new_tokens for row in rows)
+    longest = space.longest
     for row in rows:
         if row.streamer is not None:
             row.streamer.begin()
@@ -85,16 +88,18 @@ def decode_together(
     mask = torch.tensor([[0] * (longest - len(row.ids)) + [1] * len(row.ids) for row in rows])
     device = model.device
     pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
+    # All tokens but the last ones, which `generate` computes.
+    cache = BlendCache.holding(space.first(len(rows)), longest - 1)
     with packing(model):
         loop: Any = model
         loop.generate(
             input_ids.to(device),
             attention_mask=mask.to(device),
             stopping_criteria=StoppingCriteriaList([_EachRow(model, tokenizer, rows)]),
-            max_new_tokens=room,
+            max_new_tokens=max(row.max_new_tokens for row in rows),
             use_cache=True,
             **({"pad_token_id": pad} if model.generation_config.pad_token_id is None else {}),
-            **{cache_argument_of(model): _joined(rows, longest, room)},
+            **{cache_argument_of(model): cache},
             **kwargs,
         )
 
@@ -131,27 +136,3 @@ class _EachRow(StoppingCriteria):
 def _padded(ids: np.ndarray, length: int) -> np.ndarray:
     """The prompt behind copies of its own first token: nobody sees them, and no penalty for repetition counts them."""
     return np.concatenate([np.repeat(ids[:1], length - len(ids)), ids])
-
-
-def _joined(rows: Sequence[Row], longest: int, room: int) -> BlendCache:
-    """One cache of all rows but their last tokens, which `generate` computes; each row's own goes layer by layer."""
-    caches = [row.cache for row in rows]
-    for row in rows:
-        row.cache = None
-    first = caches[0]
-    assert first is not None
-    layers = []
-    for layer_idx in range(len(first.layers)):
-        own = [kv_of(cache, layer_idx) for cache in caches if cache is not None]
-        _, heads, _, dim = own[0].keys.shape
-        shape = (len(rows), heads, longest + room, dim)
-        whole = LayerKV(*(side.new_zeros(shape) for side in own[0]))  # zeros: a hidden NaN would show
-        for index, (row, kv) in enumerate(zip(rows, own, strict=True)):
-            start, count = longest - len(row.ids), len(row.ids) - 1
-            for target, side in zip(whole, kv, strict=True):
-                target[index, :, start : start + count] = side[0, :, :count]
-        layers.append(whole)
-        for cache in caches:
-            if cache is not None:
-                cache.drop(layer_idx)
-    return BlendCache.holding(layers, longest - 1)

@@ -61,6 +61,7 @@ from rag_blend.selectors import TokenSelector
 from rag_blend.selftest import check_model
 from rag_blend.serving import Request, Server
 from rag_blend.shadow import MAX_ANSWER_TOKENS, DriftReport, ShadowChecker, ShadowQuery
+from rag_blend.space import Space
 from rag_blend.storage import StorageBackend, open_storage
 from rag_blend.store import KVStore
 from rag_blend.teacher import forced_logits
@@ -778,6 +779,7 @@ class BlendEngine:
         room: int = 0,
         cancel: threading.Event | None = None,
         with_prefixes: bool = True,
+        seat: Space | None = None,
     ) -> tuple[T, GenerationStats]:
         record.turn("plan")
         if (self._adapter or self._continuation).weights.changed():
@@ -790,7 +792,7 @@ class BlendEngine:
             return value, stats
         runner = PromptRunner(self._adapter, self._store, self._control, self._prefixes if with_prefixes else None)
         # A blend is kept of what is answered alone: copying it would hold up the others of a batch.
-        return runner.run(ids, self._catalog, policy, call, record, room, cancel, keep_blend=room > 0)
+        return runner.run(ids, self._catalog, policy, call, record, room, cancel, room > 0, seat)
 
 
 def _controller_for(adapter: ModelAdapter, reuse_when: ReuseWhen, parallel_reads: int) -> Controller:

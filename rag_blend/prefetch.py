@@ -20,6 +20,7 @@ from rag_blend.models import ModelAdapter
 from rag_blend.patience import HangingStoreError, fulfil
 from rag_blend.plan import BlendPlan
 from rag_blend.rope import Angles
+from rag_blend.space import Space
 from rag_blend.store import KVStore, StoredChunk
 
 T = TypeVar("T")
@@ -49,7 +50,7 @@ class LayerPrefetcher:
         store: Where from.
         adapter: The model they are for.
         angles: Of all positions of the prompt.
-        room: Tokens to leave space for behind the prompt.
+        space: Where the prompt's rows are to lie.
         depth: How many layers may be ready before they are used; bounds memory, not speed.
         kept: Rows of the plan's `kept` tokens, keys after RoPE, (num_kv_heads, num_tokens, head_dim) for each layer.
 
@@ -63,7 +64,7 @@ class LayerPrefetcher:
         store: KVStore,
         adapter: ModelAdapter,
         angles: Angles,
-        room: int,
+        space: Space,
         depth: int = 4,
         kept: Sequence[LayerKV] = (),
     ) -> None:
@@ -71,9 +72,10 @@ class LayerPrefetcher:
         self._store = store
         self._patience = store.patience
         self._adapter = adapter
-        self._assembler = LayerAssembler(plan, adapter, angles, room, kept)
+        self._assembler = LayerAssembler(plan, adapter, angles, space, kept)
         self._slots = threading.Semaphore(depth)
         self._stopped = threading.Event()
+        self._assembling = threading.Lock()  # once the prefetcher is closed, nobody writes to the space
         self._read_s = 0.0
         self.waited_s = 0.0  # time for which somebody waited for a layer
         self._reading_s: defaultdict[str, float] = defaultdict(float)  # by key; threads at once may add up to more
@@ -180,8 +182,7 @@ class LayerPrefetcher:
     def _read_layer(self, layer_idx: int) -> Mapping[str, LayerKV]:
         if not self._stopped.is_set():
             self._slots.acquire()
-        if self._stopped.is_set():
-            raise RuntimeError("the prefetcher was closed")
+        self._require_open()
         self._news += 1
         start = time.perf_counter()
         layers = self._map(lambda chunk: self._read_chunk(chunk, layer_idx), self._chunks.values())
@@ -201,7 +202,9 @@ class LayerPrefetcher:
 
     def _assemble(self, layer_idx: int, read: Mapping[str, LayerKV]) -> Assembled:
         self._read[layer_idx] = Future()  # its rows are not needed any more
-        return self._assembler.assemble(layer_idx, read)
+        with self._assembling:
+            self._require_open()
+            return self._assembler.assemble(layer_idx, read)
 
     def _await(self, future: Future[T]) -> T:
         start = time.perf_counter()
@@ -235,7 +238,8 @@ class LayerPrefetcher:
 
     def close(self) -> None:
         """Stop reading and release the entries; if the store hangs, as soon as it answers."""
-        self._stopped.set()
+        with self._assembling:
+            self._stopped.set()
         for future in self._assembled:
             future.cancel()
         self._slots.release()  # wakes the reader if it waits for room; it then sees that it shall stop
@@ -247,6 +251,10 @@ class LayerPrefetcher:
             for thread in self._threads:
                 thread.join()
             self._release()
+
+    def _require_open(self) -> None:
+        if self._stopped.is_set():
+            raise RuntimeError("the prefetcher was closed")
 
     def _release(self) -> None:
         if self._pool is not None:

@@ -28,6 +28,7 @@ from rag_blend.probe import ProbePass
 from rag_blend.rows import LayerSource
 from rag_blend.selectors import AttentionSelector, TokenSelector, selector_of
 from rag_blend.selectors.all import AllSelector
+from rag_blend.space import OwnSpace, Space
 from rag_blend.store import KVStore
 from rag_blend.trace import TraceRecorder
 from rag_blend.work import expected_rows
@@ -116,6 +117,7 @@ class PromptRunner:
         room: int = 0,
         cancel: threading.Event | None = None,
         keep_blend: bool = False,
+        seat: Space | None = None,
     ) -> tuple[T, GenerationStats]:
         """Let `call` run the model over a prompt with a cache that blends.
 
@@ -129,11 +131,13 @@ class PromptRunner:
             room: How many tokens will be decoded.
             cancel: Checked before each layer.
             keep_blend: Keep the prompt even if it was blended.
+            seat: Where the prompt's rows are to lie. None: in memory of their own.
 
         Returns:
             The value that `call` returned, and the prompt's stats without `ttft_s`.
         """
         record.turn("plan")
+        space = seat or OwnSpace(room)
         prefixes = PrefixCache(0) if policy.is_check else self._prefixes
         frequencies = self._adapter.rotary.frequencies(len(ids), self._adapter.device)
         kept = prefixes.find(ids, frequencies, policy.recipe)
@@ -149,7 +153,7 @@ class PromptRunner:
                 raise GenerationCancelledError("cancelled before the prefill")
             try:
                 value, token_ids, cache, stats = self._run_plan(
-                    ids, plan, places, kept, acting, call, room, cancel, record
+                    ids, plan, places, kept, acting, call, space, cancel, record
                 )
             except LostChunkError as error:
                 record.turn("plan")
@@ -202,13 +206,13 @@ class PromptRunner:
         kept: Prefix,
         policy: BlendPolicy,
         call: Call[T],
-        room: int,
+        space: Space,
         cancel: threading.Event | None,
         record: TraceRecorder,
     ) -> tuple[T, Sequence[int], BlendCache, GenerationStats]:
         adapter = self._adapter
         if not plan.reuses:
-            cache = BlendCache(adapter.num_layers, room)
+            cache = BlendCache(adapter.num_layers, space)
             stats = GenerationStats(prompt_tokens=plan.num_tokens, fresh_tokens=plan.num_tokens)
             record.turn("compute")
             value, token_ids = call(cache)
@@ -216,12 +220,12 @@ class PromptRunner:
             return value, token_ids, cache, stats
         angles = adapter.rotary.angles(plan.num_tokens, adapter.device)
         record.turn("storage")
-        with LayerPrefetcher(plan, self._store, adapter, angles, room, kept=kept.layers) as prefetcher:
+        with LayerPrefetcher(plan, self._store, adapter, angles, space, kept=kept.layers) as prefetcher:
             record.turn("select")
             opened_at = time.perf_counter()
             chosen, source, charge = self._select(ids, plan, policy, prefetcher, cancel, record)
             blend = BlendPass(adapter, plan, chosen, source, policy.acting_selector, policy.ratio, cancel)
-            cache = BlendCache(adapter.num_layers, room, blend)
+            cache = BlendCache(adapter.num_layers, space, blend)
             record.turn("compute")
             with adapter.packing(), adapter.layer_hooks(blend.before_layer, cache):
                 value, token_ids = call(cache)

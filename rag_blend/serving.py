@@ -28,6 +28,7 @@ from rag_blend.generation import (
 )
 from rag_blend.models import cache_argument_of
 from rag_blend.runner import BlendPolicy
+from rag_blend.space import SharedSpace, Space
 from rag_blend.trace import TraceRecorder
 
 T = TypeVar("T")
@@ -46,6 +47,7 @@ class Run(Protocol):
         room: int = 0,
         cancel: threading.Event | None = None,
         with_prefixes: bool = True,
+        seat: Space | None = None,
     ) -> tuple[T, GenerationStats]:
         """The value that `call` returned, and the prompt's stats without `ttft_s`."""
 
@@ -137,29 +139,36 @@ class Server:
 
     def answer_together(self, requests: Sequence[Request]) -> None:
         """Prefill one after the other, decode all at once; the requests' outcomes are set."""
+        for request, stats, row in self._decoded(requests):
+            try:
+                request.outcome.set_result(self._finished(request, row.token_ids, stats, row.first_token_at))
+            except BaseException as error:
+                request.outcome.set_exception(error)
+
+    def _decoded(self, requests: Sequence[Request]) -> list[tuple[Request, GenerationStats, Row]]:
+        """Those that have answers now; the others are told what failed. The memory for all of them is free again."""
         begun: list[tuple[Request, GenerationStats, Row]] = []
+        room = max(request.max_new_tokens for request in requests)
+        space = SharedSpace(len(requests), max(len(request.ids) for request in requests), room)
         for request in requests:
             try:
-                stats, row = self._begin(request)
+                stats, row = self._begin(request, space.seat(len(begun)))
             except BaseException as error:
                 request.outcome.set_exception(error)
                 continue
             begun.append((request, stats, row))
         if not begun:
-            return
+            return []
         for request, _, _ in begun:
             request.record.turn("compute")
         try:
-            decode_together(self._model, self._tokenizer, [row for _, _, row in begun], begun[0][0].kwargs)
+            rows = [row for _, _, row in begun]
+            decode_together(self._model, self._tokenizer, rows, space, begun[0][0].kwargs)
         except BaseException as error:
             for request, _, _ in begun:
                 request.outcome.set_exception(error)
-            return
-        for request, stats, row in begun:
-            try:
-                request.outcome.set_result(self._finished(request, row.token_ids, stats, row.first_token_at))
-            except BaseException as error:
-                request.outcome.set_exception(error)
+            return []
+        return begun
 
     def forward(self, ids: np.ndarray, cache: BlendCache | None) -> tuple[torch.Tensor, Any]:
         """Logits of the next token, float32, shape (vocab,), and the filled cache."""
@@ -173,18 +182,17 @@ class Server:
         """A prompt as the model takes it, int64, shape (1, num_tokens)."""
         return torch.from_numpy(ids).long()[None].to(self._model.device)
 
-    def _begin(self, request: Request) -> tuple[GenerationStats, Row]:
+    def _begin(self, request: Request, seat: Space) -> tuple[GenerationStats, Row]:
         if request.cancel.is_set():
             raise GenerationCancelledError("cancelled before it began")
 
-        def call(cache: BlendCache | None) -> tuple[BlendCache, Sequence[int]]:
-            assert cache is not None  # only what can be blended is answered together
+        def call(cache: BlendCache | None) -> tuple[None, Sequence[int]]:
             self.forward(request.ids, cache)
-            return cache, request.ids.tolist()
+            return None, request.ids.tolist()
 
-        cache, stats = self._run(request.ids, request.policy, call, request.record, 0, request.cancel)
+        _, stats = self._run(request.ids, request.policy, call, request.record, 0, request.cancel, seat=seat)
         request.record.turn("queue")  # for the others of the batch
-        row = Row(request.ids, cache, request.max_new_tokens, request.stop, request.cancel, request.streamer)
+        row = Row(request.ids, request.max_new_tokens, request.stop, request.cancel, request.streamer)
         return stats, row
 
     def _finished(

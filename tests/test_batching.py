@@ -172,16 +172,41 @@ def test_one_failure_leaves_the_others_alone(make_engine: MakeEngine, texts: lis
     engine = make_engine()
     usual = engine._server._run
 
-    def run(ids: Any, *rest: Any) -> Any:
+    def run(ids: Any, *rest: Any, **more: Any) -> Any:
         if len(ids) < 10:
             raise RuntimeError("out of memory")
-        return usual(ids, *rest)
+        return usual(ids, *rest, **more)
 
     engine._server._run = run
     with pytest.raises(RuntimeError, match="out of memory"):
         engine.generate_batch(prompts_of(texts), 3, do_sample=False)
     assert batches == [5]
     assert len(engine.generate_batch(prompts_of(texts)[:3], 3, do_sample=False)) == 3
+
+
+@pytest.mark.parametrize("failing", [0, 1, 3])
+def test_what_a_failed_prefill_left_behind_is_nobody_elses(
+    make_engine: MakeEngine, texts: list[str], failing: int
+) -> None:
+    engine = make_engine(prefix_cache_bytes=0)
+    engine.ingest(texts, progress=False)
+    prompts = prompts_of(texts)[:4]
+    alone = [engine.generate(prompt, 5, do_sample=False).text for prompt in prompts]
+    usual, answered = engine._server._run, engine._server._answered
+    numbers = iter(range(len(prompts)))
+    found: list[str] = []
+
+    def run(ids: Any, *rest: Any, **more: Any) -> Any:
+        result = usual(ids, *rest, **more)
+        if next(numbers) == failing:
+            raise RuntimeError("out of memory")
+        return result
+
+    engine._server._run = run
+    engine._server._answered = lambda request, answer: (found.append(answer.text), answered(request, answer))
+    with pytest.raises(RuntimeError, match="out of memory"):
+        engine.generate_batch(prompts, 5, do_sample=False)
+    assert found == [text for number, text in enumerate(alone) if number != failing]
 
 
 class TestConcurrentCalls:

@@ -18,6 +18,7 @@ from rag_blend.chunk import NO_TOKENS, ChunkKV
 from rag_blend.models import ModelAdapter, adapter_for
 from rag_blend.plan import BlendPlan, Segment
 from rag_blend.prefetch import LayerPrefetcher, LostChunkError
+from rag_blend.space import OwnSpace
 from rag_blend.storage.disk import DiskBackend
 from rag_blend.store import KVStore, StoredChunk
 
@@ -71,7 +72,7 @@ def open_prefetcher(
 
     def make(depth: int = 4, plan: BlendPlan = plan) -> LayerPrefetcher:
         angles = adapter.rotary.angles(plan.num_tokens, adapter.device)
-        opened.append(LayerPrefetcher(plan, store, adapter, angles, ROOM, depth))
+        opened.append(LayerPrefetcher(plan, store, adapter, angles, OwnSpace(ROOM), depth))
         return opened[-1]
 
     yield make

@@ -11,6 +11,7 @@ from rag_blend.chunk import LayerKV
 from rag_blend.models import ModelAdapter
 from rag_blend.plan import BlendPlan, Positions, positions_of
 from rag_blend.prefetch import LayerPrefetcher, LostChunkError
+from rag_blend.space import OwnSpace
 from rag_blend.store import KVStore
 from rag_blend.vllm.messages import BlendJob, LostChunks
 from rag_blend.vllm.paged import PagedModel
@@ -66,7 +67,7 @@ class StoredRows:
         try:
             with torch.inference_mode(False):  # vLLM's; what is made in it, a reader thread may not write to
                 angles = geometry.rotary.angles(plan.num_tokens, geometry.device)
-                return LayerPrefetcher(plan, store, geometry, angles, room=0)
+                return LayerPrefetcher(plan, store, geometry, angles, OwnSpace())
         except LostChunkError as error:
             self.lost = LostChunks(error.gone, error.silent)
             return None
