@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 
 import numpy as np
@@ -66,7 +67,10 @@ class _Behind:
                 keys, values = (side.expand(len(ids), -1, -1, -1) for side in kv_of(prefix, layer_idx))
                 cache.update(keys, values, layer_idx)
         input_ids = torch.from_numpy(ids).long().to(adapter.device)
-        adapter.model.base_model(input_ids=input_ids, use_cache=True, **{adapter.cache_argument: cache})
+        # Behind a context, the model's own attention on a CPU would compute what its mask then hides.
+        blocks = adapter.packing() if prefix is not None and adapter.device.type == "cpu" else contextlib.nullcontext()
+        with blocks:
+            adapter.model.base_model(input_ids=input_ids, use_cache=True, **{adapter.cache_argument: cache})
         return cache
 
     def _rows(self, cache: DynamicCache, row: int, angles: Angles, start: int, end: int) -> list[LayerKV]:

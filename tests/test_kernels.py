@@ -81,6 +81,18 @@ def test_attention_of_few_rows_equals_that_of_transformers(
     assert torch.allclose(ours, stock, atol=1e-6)
 
 
+@pytest.mark.parametrize("each_its_own", [False, True])
+def test_a_batch_whose_members_see_something_else_is_told_from_one_whose_members_do_not(each_its_own: bool) -> None:
+    generator = torch.Generator().manual_seed(0)
+    query, key, value = torch.randn(3, 2, 4, 7, 8, generator=generator)
+    mask = (torch.rand(2, 1, 7, 7, generator=generator) > 0.5) | torch.eye(7, dtype=torch.bool)
+    mask = mask if each_its_own else mask[:1].expand(2, -1, -1, -1)
+    module = SimpleNamespace(num_key_value_groups=1, is_causal=True)
+    ours, _ = FewRows()(module, query, key, value, mask, scaling=0.3)
+    stock, _ = sdpa_attention_forward(module, query, key, value, mask, scaling=0.3)
+    assert torch.allclose(ours, stock, atol=1e-6)
+
+
 def test_the_model_gets_its_attention_back() -> None:
     model = random_model()
     with adapter_for(model).packing():

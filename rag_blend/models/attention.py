@@ -81,11 +81,11 @@ class _Block(NamedTuple):
 
 
 class FewRows:
-    """SDPA of some rows of one prompt, which copies no keys and skips what no row of a block may see.
+    """SDPA of some rows of a prompt, which copies no keys and skips what no row of a block may see.
 
     The query heads that share a key head are rows of one attention, for on a CPU its blocks of keys are then read once
     for all of them; and the mask is turned into numbers once, not in each layer. One object serves one prefill.
-    Batches, and single rows, are left to `packed_attention`.
+    Single rows, and batches of which each member sees something else, are left to `packed_attention`.
     """
 
     def __init__(self) -> None:
@@ -104,22 +104,22 @@ class FewRows:
         batch, heads, rows, dim = query.shape
         if attention_mask is None or attention_mask.shape[1] != 1 or kwargs.get("position_bias") is not None:
             return packed_attention(module, query, key, value, attention_mask, **kwargs)
-        if batch > 1 or rows == 1:
+        if rows == 1 or not (batch == 1 or attention_mask.shape[0] == 1 or attention_mask.stride(0) == 0):
             return packed_attention(module, query, key, value, attention_mask, **kwargs)
         kv_heads, groups = key.shape[1], heads // key.shape[1]
-        queries = query.view(kv_heads, groups, rows, dim)
-        output = query.new_empty((rows, kv_heads, groups, value.shape[-1]))
+        queries = query.view(batch, kv_heads, groups, rows, dim)
+        output = query.new_empty((batch, rows, kv_heads, groups, value.shape[-1]))
         for block, near, mask in self._blocks_of(attention_mask, groups, query.dtype):
             seen = torch.nn.functional.scaled_dot_product_attention(
-                queries[:, :, block].reshape(1, kv_heads, -1, dim),
+                queries[:, :, :, block].reshape(batch, kv_heads, -1, dim),
                 key[:, :, near],
                 value[:, :, near],
                 attn_mask=_additive(attention_mask[0, 0, block, near], groups, query.dtype) if mask is None else mask,
                 dropout_p=kwargs.get("dropout", 0.0),
                 scale=kwargs.get("scaling"),
             )
-            output[block] = seen.view(kv_heads, groups, -1, value.shape[-1]).permute(2, 0, 1, 3)
-        return output.view(1, rows, heads, value.shape[-1]), None
+            output[:, block] = seen.view(batch, kv_heads, groups, -1, value.shape[-1]).permute(0, 3, 1, 2, 4)
+        return output.view(batch, rows, heads, value.shape[-1]), None
 
     def _blocks_of(self, mask: torch.Tensor, groups: int, dtype: torch.dtype) -> list[_Block]:
         """Found once for all layers with the same mask."""
