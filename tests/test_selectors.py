@@ -39,7 +39,14 @@ def test_what_the_question_reads_is_recomputed(selector: type[AttentionSelector]
 @pytest.mark.parametrize("selector", ATTENTION)
 @pytest.mark.parametrize(
     ("reusable", "question", "chosen"),
-    [(2000, 100, 190 - 24), (2000, 20, 190 - 15), (800, 100, 76 - 24), (300, 100, 6), (40, 100, 1)],
+    [
+        (10_000, 100, 300 - 24),
+        (2000, 100, 135 - 24),
+        (2000, 20, 135 - 15),
+        (800, 100, 76 - 24),
+        (300, 100, 6),
+        (40, 100, 1),
+    ],
 )
 def test_by_default_the_look_ahead_is_part_of_the_work(
     selector: type[AttentionSelector], reusable: int, question: int, chosen: int

@@ -71,21 +71,14 @@ class ScoreSelector(TokenSelector):
 
 
 class AttentionSelector(TokenSelector):
-    """Chooses by the attention that tokens receive from the question, found by a cheap pass over the stored rows.
-
-    Attributes:
-        default_work: Unless the caller names a ratio: work on reusable tokens as a share of computing them all, the
-            pass included. So short prompts, for which the pass is dear, do not cost more than they are worth.
-    """
-
-    default_work = 0.095
+    """Chooses by the attention that tokens receive from the question, found by a cheap pass over the stored rows."""
 
     def num_chosen(self, plan: BlendPlan, ratio: float | None) -> int:
         """How many tokens to choose: the ratio's share, or what the pass has left of the default work."""
         reusable = len(plan.reusable)
         if ratio is not None:
             return share_of(reusable, ratio)
-        left = share_of(reusable, self.default_work) - probe_rows(plan) * 3 // 4  # it ends after 3/4 of the layers
+        left = default_work(reusable) - probe_rows(plan) * 3 // 4  # it ends after 3/4 of the layers
         return max(left, share_of(reusable, _LEAST_SHARE))
 
     @abstractmethod
@@ -111,6 +104,17 @@ class AttentionSelector(TokenSelector):
 # the question with its instructions.
 PROBE_ROWS = 32
 _LEAST_SHARE = 0.02
+_MOST_WORK = 0.095
+_WORK_BY_ROOT = 3.0
+
+
+def default_work(num_reusable: int) -> int:
+    """How many rows an `AttentionSelector` computes unless the caller names a ratio, those of its pass included.
+
+    A share of the reusable tokens, so that short prompts, for which the pass is dear, do not cost more than they are
+    worth; but beyond a thousand tokens the share falls, for what a question needs grows more slowly than the prompt.
+    """
+    return min(share_of(num_reusable, _MOST_WORK), math.ceil(_WORK_BY_ROOT * math.sqrt(num_reusable)))
 
 
 def probe_rows(plan: BlendPlan) -> int:
