@@ -42,7 +42,7 @@ class GenerationStats:
         mode: ``"blend"`` when chunks were laid out, even if all their tokens were recomputed, or a blended prompt was
             gone on from; ``"prefix"`` when only exact rows were reused; ``"full"`` when nothing was.
         ttft_s: Seconds from the call to the first new token (or to the logits, for `prefill`).
-        load_s: Seconds the reader spent on the stored rows, mostly hidden behind the computation.
+        load_s: Seconds spent reading stored rows, hidden behind the computation, and putting them at their positions.
         hits: Stored chunks that were laid out in the prompt.
         declined: Stored chunks that were left alone, because computing them was expected to take no longer.
         misses: Stored chunks that lie in the prompt but could not be used: lost, damaged, or behind another head.

@@ -13,7 +13,7 @@ import torch
 from conftest import random_model
 from contracts.kv import random_chunk
 
-from rag_blend.assembly import is_better_beside
+from rag_blend.assembly import LayerAssembler, is_better_beside
 from rag_blend.chunk import NO_TOKENS, ChunkKV
 from rag_blend.models import ModelAdapter, adapter_for
 from rag_blend.plan import BlendPlan, Segment
@@ -316,8 +316,13 @@ def test_closing_while_the_reader_waits_for_room_wakes_it(
 
 
 def test_closing_while_a_layer_is_being_read_waits_for_that_one_only(
-    open_prefetcher: Callable[..., LayerPrefetcher], gate: Gate
+    open_prefetcher: Callable[..., LayerPrefetcher], gate: Gate, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    written: list[int] = []
+    real = LayerAssembler.assemble
+    monkeypatch.setattr(
+        LayerAssembler, "assemble", lambda self, layer, read: (written.append(layer), real(self, layer, read))[1]
+    )
     gate.open.clear()
     prefetcher = open_prefetcher()
     gate.wait_until(0)
@@ -329,6 +334,7 @@ def test_closing_while_a_layer_is_being_read_waits_for_that_one_only(
     assert not closer.is_alive()
     assert gate.layers() == [0]
     assert reader_threads() == []
+    assert written == []  # somebody else may have the space by now
     assert open_entries() == 0
 
 
