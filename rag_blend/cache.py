@@ -10,7 +10,7 @@ import torch
 from transformers.cache_utils import Cache, DynamicLayer
 
 from rag_blend.chunk import LayerKV
-from rag_blend.space import OwnSpace, Space
+from rag_blend.space import OwnSpace, Space, copied
 
 
 class KVPlacer(Protocol):
@@ -61,9 +61,7 @@ class GrowingLayer(DynamicLayer):
             self._spare, length = self._placer.place(self._layer_idx, keys, values)
         else:
             length = keys.shape[-2]
-            self._spare = self._space.take(self._layer_idx, LayerKV(keys, values))
-            for spare, rows in zip(self._spare, (keys, values), strict=True):
-                spare[..., :length, :] = rows
+            self._spare = copied(LayerKV(keys, values), self._space, self._layer_idx)
         return self._show(length)
 
     def hold(self, spare: LayerKV, length: int) -> None:

@@ -26,7 +26,7 @@ from rag_blend.info import rope_types_of
 from rag_blend.models import WeightsWatch, cache_argument_of
 from rag_blend.prefixes import NOTHING, Prefix, PrefixCache
 from rag_blend.selftest import random_prompt, require_equal
-from rag_blend.space import OwnSpace
+from rag_blend.space import OwnSpace, copied
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -134,9 +134,11 @@ class _Rows(_Kind):
 
     def cache_of(self, kept: Prefix, room: int) -> Cache:
         """See `_Kind`."""
+        space = OwnSpace(room)
         if not len(kept):
-            return BlendCache(self._num_layers, OwnSpace(room))
-        return BlendCache.holding([self._with_room(kv, room) for kv in kept.layers], len(kept))
+            return BlendCache(self._num_layers, space)
+        rows = (LayerKV(*(side[None].to(self.model.device) for side in kv)) for kv in kept.layers)
+        return BlendCache.holding([copied(kv, space, i) for i, kv in enumerate(rows)], len(kept))
 
     def prefix_of(self, token_ids: np.ndarray, cache: Cache) -> Prefix:
         """See `_Kind`."""
@@ -144,15 +146,6 @@ class _Rows(_Kind):
         if len(rows[0].keys) > 1:  # beams
             return NOTHING
         return Prefix(token_ids, [LayerKV(kv.keys[0], kv.values[0]) for kv in rows], _ANY_LENGTH)
-
-    def _with_room(self, kv: LayerKV, room: int) -> LayerKV:
-        sides = []
-        for side in kv:
-            heads, length, dim = side.shape
-            spare = side.new_empty((1, heads, length + room, dim), device=self.model.device)
-            spare[0, :, :length] = side
-            sides.append(spare)
-        return LayerKV(*sides)
 
 
 class _States(_Kind):

@@ -144,7 +144,7 @@ def _events(snapshot: Metrics) -> Rows:
 
 _HISTOGRAMS: tuple[tuple[str, str, Callable[[Metrics], HistogramFigures]], ...] = (
     ("ttft_seconds", "From the call to the first new token.", lambda m: m["ttft_s"]),
-    ("load_seconds", "Reading stored rows, mostly hidden behind the computation.", lambda m: m["load_s"]),
+    ("load_seconds", "Reading stored rows behind the computation, and placing them.", lambda m: m["load_s"]),
 )
 _C, _G = CounterMetricFamily, GaugeMetricFamily
 _NUMBERS = (

@@ -86,6 +86,14 @@ class _Seat:
         return LayerKV(*(side[:, :, start:] for side in mine))
 
 
+def copied(rows: LayerKV, space: Space, layer_idx: int) -> LayerKV:
+    """A layer's rows, (batch, num_kv_heads, num_tokens, head_dim) each, in a space, with what room that leaves."""
+    taken = space.take(layer_idx, rows)
+    for target, side in zip(taken, rows, strict=True):
+        target[:, :, : side.shape[2]] = side
+    return taken
+
+
 def _resized(like: torch.Tensor, count: int, length: int) -> torch.Tensor:
     _, heads, _, head_dim = like.shape
     return like.new_empty((count, heads, length, head_dim))

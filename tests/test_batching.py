@@ -5,12 +5,14 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from conftest import FAMILIES, random_model, random_text
 from test_engine_storage import prompt_with
+from test_prefetch import damage_layer
 
 from rag_blend import BlendEngine, GenerationCancelledError, PromptTooLongError
 from rag_blend.decode import can_decode_together
@@ -207,6 +209,22 @@ def test_what_a_failed_prefill_left_behind_is_nobody_elses(
     with pytest.raises(RuntimeError, match="out of memory"):
         engine.generate_batch(prompts, 5, do_sample=False)
     assert found == [text for number, text in enumerate(alone) if number != failing]
+
+
+def test_a_chunk_that_proves_damaged_in_the_middle_of_a_prefill_spoils_no_seat(
+    make_engine: MakeEngine, texts: list[str], batches: list[int], tmp_path: Path
+) -> None:
+    """By then the first layer's rows of the prompt lie among those of the others; they are written anew."""
+    engine = make_engine(storage=tmp_path)
+    engine.ingest(texts, progress=False)
+    trace = engine.prefill(prompt_with(texts[2])).trace
+    assert trace is not None
+    (key,) = (chunk.key for chunk in trace.chunks if chunk.is_hit)
+    damage_layer(engine._store, key, 1)
+    prompts = prompts_of(texts)
+    together = engine.generate_batch(prompts, 8, do_sample=False)
+    assert batches == [5] and engine.counts()["corrupt"] == 1
+    assert [g.token_ids for g in together] == [engine.generate(p, 8, do_sample=False).token_ids for p in prompts]
 
 
 class TestConcurrentCalls:

@@ -7,6 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from conftest import FAMILIES, FAMILY_ROPES, random_model
@@ -15,6 +16,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from rag_blend.models import adapter_for, attention
 from rag_blend.models.attention import AttentionFunction, FewRows, attending, packed_attention
 from rag_blend.rope import Rotary
+from rag_blend.transformers_prefill import TransformersPrefill
 
 
 @pytest.mark.parametrize(("family", "rope"), FAMILY_ROPES)
@@ -91,6 +93,26 @@ def test_a_batch_whose_members_see_something_else_is_told_from_one_whose_members
     ours, _ = FewRows()(module, query, key, value, mask, scaling=0.3)
     stock, _ = sdpa_attention_forward(module, query, key, value, mask, scaling=0.3)
     assert torch.allclose(ours, stock, atol=1e-6)
+
+
+def test_ingestion_computes_a_batch_behind_a_head_in_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    batches: list[int] = []
+    usual = torch.nn.functional.scaled_dot_product_attention
+
+    def seen(query: torch.Tensor, key: torch.Tensor, *rest: Any, **more: Any) -> torch.Tensor:
+        if more.get("attn_mask") is not None:
+            batches.append(len(query))
+            assert query.shape[2] <= 2 * 3  # query heads of a key head, rows of a block
+        return usual(query, key, *rest, **more)
+
+    prefill = TransformersPrefill(adapter_for(random_model())).behind(np.arange(5, 25, dtype=np.int32))
+    chunks = [np.arange(start, start + 12, dtype=np.int32) for start in (30, 50)]
+    expected = prefill(chunks)
+    monkeypatch.setattr(attention, "_MOST_ROWS_OF_A_BLOCK", 3)
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", seen)
+    for ours, theirs in zip(prefill(chunks), expected, strict=True):
+        assert all(torch.allclose(a.keys, b.keys, atol=1e-5) for a, b in zip(ours, theirs, strict=True))
+    assert set(batches) == {2}
 
 
 def test_the_model_gets_its_attention_back() -> None:

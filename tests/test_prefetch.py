@@ -189,6 +189,23 @@ def test_layers_are_read_in_order_once_and_ahead(
     assert len(gate.read) == LAYERS * len(plan.keys)  # once each, though one chunk has two segments
 
 
+def test_layers_are_assembled_where_it_was_decided(
+    open_prefetcher: Callable[..., LayerPrefetcher], monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+) -> None:
+    threads: set[threading.Thread] = set()
+    real = LayerAssembler.assemble
+    monkeypatch.setattr(
+        LayerAssembler,
+        "assemble",
+        lambda self, layer, read: (threads.add(threading.current_thread()), real(self, layer, read))[1],
+    )
+    prefetcher = open_prefetcher()
+    for i in range(LAYERS):
+        prefetcher.layer(i)
+    assert len(threads) == 1
+    assert (threads == {threading.current_thread()}) == (not request.node.callspec.params["open_prefetcher"])
+
+
 @pytest.mark.parametrize("depth", [1, 3])
 def test_no_more_than_depth_layers_are_ready(
     open_prefetcher: Callable[..., LayerPrefetcher], gate: Gate, depth: int

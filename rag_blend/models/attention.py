@@ -104,7 +104,7 @@ class FewRows:
         batch, heads, rows, dim = query.shape
         if attention_mask is None or attention_mask.shape[1] != 1 or kwargs.get("position_bias") is not None:
             return packed_attention(module, query, key, value, attention_mask, **kwargs)
-        if rows == 1 or not (batch == 1 or attention_mask.shape[0] == 1 or attention_mask.stride(0) == 0):
+        if rows == 1 or (attention_mask.shape[0] > 1 and attention_mask.stride(0) != 0):
             return packed_attention(module, query, key, value, attention_mask, **kwargs)
         kv_heads, groups = key.shape[1], heads // key.shape[1]
         queries = query.view(batch, kv_heads, groups, rows, dim)
