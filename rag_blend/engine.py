@@ -231,7 +231,8 @@ class BlendEngine:
             prime: See `BlendEngine`.
             namespace: See `BlendEngine`.
             device: None: CUDA if there is one, else the CPU.
-            dtype: None: float32 on the CPU (most CPUs compute 16-bit formats far slower), else the checkpoint's own.
+            dtype: None: the checkpoint's own; on a CPU float32 (most compute 16-bit formats far slower), unless the
+                checkpoint is in bfloat16 and the CPU has matrix instructions for it (AMX).
             model_kwargs: More arguments of ``AutoModelForCausalLM.from_pretrained``.
             options: More arguments of `BlendEngine`.
 

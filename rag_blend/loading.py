@@ -36,17 +36,37 @@ def load(
         raise FileNotFoundError(f"there is no model directory {os.fspath(path_or_hub_id)!r}")
     device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     given = dict(model_kwargs or {})
-    dtype = dtype or given.pop("torch_dtype", None) or (torch.float32 if device.type == "cpu" else "auto")
+    dtype = dtype or given.pop("torch_dtype", None)
     # Without `trust_remote_code` transformers would ask, on a terminal that may not be there.
-    loading = {"dtype": dtype, "trust_remote_code": False, **given}
+    loading = {"trust_remote_code": False, **given}
     shared = {k: v for k, v in loading.items() if k in {"revision", "trust_remote_code", "local_files_only"}}
-    if "config" not in given and not _is_adapter(path_or_hub_id):  # what an adapter belongs to, transformers finds out
-        _refuse_other_tasks(AutoConfig.from_pretrained(path_or_hub_id, **shared))
+    config = given.get("config")
+    if config is None and not _is_adapter(path_or_hub_id):  # what an adapter belongs to, transformers finds out
+        config = AutoConfig.from_pretrained(path_or_hub_id, **shared)
+        _refuse_other_tasks(config)
+    loading.setdefault("dtype", dtype or _fastest_dtype(device, config))
     tokenizer = AutoTokenizer.from_pretrained(path_or_hub_id, **shared)
     model = AutoModelForCausalLM.from_pretrained(path_or_hub_id, **loading)
     if "device_map" not in given and not getattr(model, "is_quantized", False):  # those are where they belong
         model.to(device)  # type: ignore[arg-type]  # transformers' annotation lost the argument
     return model, tokenizer
+
+
+def _fastest_dtype(device: torch.device, config: Any) -> torch.dtype | str:
+    """The checkpoint's own, but float32 on a CPU that would compute that many times more slowly.
+
+    What the CPU says of itself decides, not a measurement: a store is only of use to engines with the same dtype.
+    """
+    if device.type != "cpu":
+        return "auto"
+    wanted = getattr(config, "dtype", None) or getattr(config, "torch_dtype", None)  # its name before transformers 5
+    return torch.bfloat16 if wanted == torch.bfloat16 and _multiplies_bfloat16() else torch.float32
+
+
+def _multiplies_bfloat16() -> bool:
+    """Whether the CPU has matrix instructions for bfloat16 (AMX); older versions of torch do not say."""
+    capabilities = getattr(torch.cpu, "get_capabilities", dict)()
+    return bool(capabilities.get("amx_bf16"))
 
 
 def _refuse_other_tasks(config: Any) -> None:

@@ -111,8 +111,13 @@ class Rotary:
 
     def rotate_into(self, target: torch.Tensor, keys: torch.Tensor, angles: Angles) -> None:
         """Write rotated keys to `target`, (batch, num_kv_heads, num_tokens, head_dim); see `rotate`."""
-        if not (self.rotates_halves and target.dtype == torch.float32):
+        if not self.rotates_halves:
             target.copy_(self.rotate(keys, angles))
+            return
+        if target.dtype != torch.float32:  # rounded once, when it is all done
+            rotated = torch.empty_like(target, dtype=torch.float32)
+            self.rotate_into(rotated, keys, angles)
+            target.copy_(rotated)
             return
         # The same arithmetic with fewer passes over memory: this is most of the work of loading a chunk.
         dim = angles.cos.shape[1]

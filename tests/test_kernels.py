@@ -31,6 +31,9 @@ def test_rotating_in_place_equals_the_family_s_function(family: str, rope: str) 
     assert torch.equal(whole[:, :, 10:40, turned:], keys[..., turned:].float())  # partial RoPE leaves the rest alone
     assert torch.allclose(whole[:, :, 10:40], rotary.rotate(keys, angles), atol=1e-6)
     assert not whole[:, :, :10].any() and not whole[:, :, 40:].any()
+    rounded = torch.zeros(1, 2, 30, 16, dtype=torch.bfloat16)
+    rotary.rotate_into(rounded, keys, angles)
+    assert torch.equal(rounded, whole[:, :, 10:40].bfloat16())  # once, from the same numbers
     assert torch.allclose(rotary.unrotate(whole[:, :, 10:40], angles), keys.float(), atol=1e-5)
 
 

@@ -22,9 +22,42 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def test_on_a_cpu_models_compute_in_float32_with_sdpa(directory: Path) -> None:
+@pytest.fixture
+def plain_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"avx2": True, "amx_bf16": False}, raising=False)
+
+
+@pytest.fixture
+def cpu_with_amx(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"avx2": True, "amx_bf16": True}, raising=False)
+
+
+def test_on_a_cpu_models_compute_in_float32_with_sdpa(directory: Path, plain_cpu: None) -> None:
     model, _ = load(directory, device="cpu")
     assert model.dtype == torch.float32 and model.config._attn_implementation == "sdpa"
+
+
+def test_a_cpu_that_multiplies_bfloat16_computes_checkpoints_in_it_that_are(
+    directory: Path, cpu_with_amx: None
+) -> None:
+    assert load(directory, device="cpu")[0].dtype == torch.bfloat16
+    assert load(directory, device="cpu", dtype="float32")[0].dtype == torch.float32
+
+
+@pytest.mark.parametrize("stored", [torch.float32, torch.float16])
+def test_no_cpu_computes_other_checkpoints_in_less_than_they_hold(
+    stored: torch.dtype, tmp_path: Path, cpu_with_amx: None
+) -> None:
+    random_model().to(stored).save_pretrained(tmp_path)
+    small_tokenizer().save_pretrained(tmp_path)
+    assert load(tmp_path, device="cpu")[0].dtype == torch.float32
+
+
+def test_torch_that_does_not_say_what_the_cpu_can_do_computes_in_float32(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delattr(torch.cpu, "get_capabilities", raising=False)
+    assert load(directory, device="cpu")[0].dtype == torch.float32
 
 
 @pytest.mark.parametrize("name", ["dtype", "torch_dtype"])
