@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -65,7 +66,7 @@ def _fastest_dtype(device: torch.device, config: Any) -> torch.dtype | str:
 
 def _multiplies_bfloat16() -> bool:
     """Whether the CPU has matrix instructions for bfloat16 (AMX); older versions of torch do not say."""
-    capabilities = getattr(torch.cpu, "get_capabilities", dict)()
+    capabilities: Mapping[str, Any] = getattr(torch.cpu, "get_capabilities", dict)()
     return bool(capabilities.get("amx_bf16"))
 
 
