@@ -6,6 +6,7 @@ among the stored ones (`place`) and the layer attends to all of them, each row t
 
     layer i:   hidden states of S ──> q, k, v of S
                stored keys at their positions, stored values ──> k, v of everyone, rows of S overwritten
+               (the other rows of a chunk are shifted by what those of S in it have changed by: `shift.py`)
                attention of S to everyone with mask  key_pos <= query_pos ──> hidden states of S
 
 S always holds the tokens that no chunk covers, so the question is always computed. A selector may shrink S at its
@@ -26,6 +27,7 @@ from rag_blend.models import ModelAdapter
 from rag_blend.plan import BlendPlan, Positions
 from rag_blend.rows import LayerSource, Replay, RowSet
 from rag_blend.selectors.base import TokenSelector, share_of
+from rag_blend.shift import ChunkShift
 
 
 class BlendPass:
@@ -39,6 +41,7 @@ class BlendPass:
         selector: Chose them; it may drop some at its check layer.
         ratio: Share of the reusable tokens that it keeps there; None is its default.
         cancel: Checked before each layer.
+        shift: Moves the rows that are not computed; not with a selector that has a check layer. None: they stay.
     """
 
     def __init__(
@@ -50,6 +53,7 @@ class BlendPass:
         selector: TokenSelector,
         ratio: float | None = None,
         cancel: threading.Event | None = None,
+        shift: ChunkShift | None = None,
     ) -> None:
         self._adapter = adapter
         self._plan = plan
@@ -57,6 +61,7 @@ class BlendPass:
         self._ratio = selector.default_ratio if ratio is None else ratio
         self._source = source
         self._cancel = cancel
+        self._shift = shift
         self._num_tokens = plan.num_tokens
         self._fresh = self._tensor(plan.fresh)
         self._chosen = self._tensor(chosen)
@@ -99,6 +104,7 @@ class BlendPass:
     def place(self, layer_idx: int, keys: torch.Tensor, values: torch.Tensor) -> tuple[LayerKV, int]:
         """A `KVPlacer`: write fresh rows, (batch, num_kv_heads, num_rows, head_dim), among the stored ones."""
         whole = self._source.layer(layer_idx)
+        self._shift_rest(layer_idx, whole, LayerKV(keys, values))
         batch = keys.shape[0]
         if batch > 1:  # beams start from the same prompt
             whole = LayerKV(*(side.expand(batch, -1, -1, -1).clone() for side in whole))
@@ -135,9 +141,17 @@ class BlendPass:
     def _finish(self, layer_idx: int, hidden_states: torch.Tensor, kwargs: dict[str, Any]) -> torch.Tensor:
         """The last layer: of all rows only keys and values are wanted, and of the last row the next token."""
         fresh = self._adapter.fresh_kv(layer_idx, hidden_states, {**kwargs, **self._rows.arguments(layer_idx, kwargs)})
-        self._go_on_over(layer_idx, self._source.layer(layer_idx), fresh)
+        whole = self._source.layer(layer_idx)
+        self._shift_rest(layer_idx, whole, LayerKV(fresh.keys[None], fresh.values[None]))
+        self._shift = None  # once is enough
+        self._go_on_over(layer_idx, whole, fresh)
         self._rows = self._rows_of(self._rows.positions[-1:])
         return hidden_states[:, -1:]
+
+    def _shift_rest(self, layer_idx: int, whole: LayerKV, fresh: LayerKV) -> None:
+        if self._shift is not None:
+            chosen = self._rows.indices_of(self._chosen)
+            self._shift.apply(layer_idx, whole, LayerKV(*(side[:1, :, chosen] for side in fresh)))
 
     def _go_on_over(self, layer_idx: int, whole: LayerKV, fresh: LayerKV) -> None:
         """Let the layer that comes find these fresh rows among the stored ones."""

@@ -129,6 +129,18 @@ class Rotary:
         torch.mul(second, cos, out=target[..., half:dim]).addcmul_(first, sin)
         target[..., dim:] = keys[..., dim:]
 
+    def add_rotated(self, target: torch.Tensor, keys: torch.Tensor, angles: Angles) -> None:
+        """Add rotated keys, or one for all tokens, to `target`, (batch, num_kv_heads, num_tokens, head_dim)."""
+        if not (self.rotates_halves and target.dtype == torch.float32):
+            target += self.rotate(keys.expand_as(target), angles)
+            return
+        dim = angles.cos.shape[1]
+        first, second = keys[..., :dim].chunk(2, dim=-1)
+        turned = torch.cat([-second, first], dim=-1)
+        target[..., :dim].addcmul_(keys[..., :dim], angles.cos).addcmul_(turned, angles.sin)
+        if dim < keys.shape[-1]:
+            target[..., dim:] += keys[..., dim:]
+
     def _is_half_rotation(self) -> bool:
         """Found out by trying."""
         generator = torch.Generator().manual_seed(0)

@@ -28,6 +28,7 @@ from rag_blend.probe import ProbePass
 from rag_blend.rows import LayerSource
 from rag_blend.selectors import AttentionSelector, TokenSelector, selector_of
 from rag_blend.selectors.all import AllSelector
+from rag_blend.shift import ChunkShift
 from rag_blend.space import OwnSpace, Space
 from rag_blend.store import KVStore
 from rag_blend.trace import TraceRecorder
@@ -224,7 +225,9 @@ class PromptRunner:
             record.turn("select")
             opened_at = time.perf_counter()
             chosen, source, charge = self._select(ids, plan, policy, prefetcher, cancel, record)
-            blend = BlendPass(adapter, plan, chosen, source, policy.acting_selector, policy.ratio, cancel)
+            selector = policy.acting_selector
+            shift = ChunkShift(adapter, plan, angles, chosen) if selector.shifts_rest and len(chosen) else None
+            blend = BlendPass(adapter, plan, chosen, source, selector, policy.ratio, cancel, shift)
             cache = BlendCache(adapter.num_layers, space, blend)
             record.turn("compute")
             with adapter.packing(), adapter.layer_hooks(blend.before_layer, cache):

@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, P
 
 from rag_blend import BlendEngine
 from rag_blend.demo import demo_model_dir
+from rag_blend.selectors.spread import SpreadSelector
 
 SYSTEM = "<|im_start|>system\nYou answer questions about Python.<|im_end|>\n<|im_start|>user\n"
 HEAD = SYSTEM + "Context information is below.\n---------------------\n"
@@ -121,6 +122,22 @@ def test_priming_brings_the_answer_closer(
         gaps["primed"] += kl(reference, primed.prefill(text, selector="none").logits)
         gaps["unprimed"] += kl(reference, unprimed.prefill(text, selector="none").logits)
     assert gaps["primed"] < 0.8 * gaps["unprimed"]
+
+
+class _Unshifted(SpreadSelector):
+    shifts_rest = False
+
+
+def test_rows_that_follow_their_chunk_bring_the_answer_closer(primed: BlendEngine, chunks: list[str]) -> None:
+    """Mean KL to full prefill over prompts with other chunks and questions, the same tokens recomputed."""
+    following = unshifted = 0.0
+    for first in range(4):
+        context = "\n\n".join(chunks[(first + step) % len(chunks)] for step in (0, 5, 3, 8, 1))
+        text = HEAD + context + QUESTION.replace("What does", ("What does", "When does", "How does", "Why does")[first])
+        reference = primed.prefill(text, reuse=False).logits
+        following += kl(reference, primed.prefill(text, selector="spread").logits)
+        unshifted += kl(reference, primed.prefill(text, selector=_Unshifted()).logits)
+    assert following < 0.9 * unshifted
 
 
 def test_the_published_method_is_charged_for_its_selection(unprimed: BlendEngine, prompt: str) -> None:

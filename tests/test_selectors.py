@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from rag_blend.plan import BlendPlan, Segment
 from rag_blend.selectors.anchor import AnchorSelector
 from rag_blend.selectors.base import AttentionSelector, Scores
 from rag_blend.selectors.probe import ProbeSelector
+from rag_blend.selectors.spread import SpreadSelector
 
 MakeEngine = Callable[..., BlendEngine]
 PLAN = BlendPlan(60, (Segment(0, 10, "head", 0, True), Segment(12, 32, "a", 0, False), Segment(34, 54, "b", 0, False)))
@@ -54,6 +56,24 @@ def test_by_default_the_look_ahead_is_part_of_the_work(
     plan = BlendPlan(reusable + question, (Segment(0, reusable, "a", 0, False),))
     equal = np.ones(reusable + question, dtype=np.float32)
     assert len(selector().select_by_attention(plan, None, equal, equal)) == chosen
+
+
+def test_spread_takes_the_first_tokens_and_others_at_equal_distances() -> None:
+    assert SpreadSelector().select(PLAN, None).tolist() == [
+        *(12, 13, 14, 15, 18, 22, 26, 30),
+        *(34, 35, 36, 37, 40, 44, 48, 52),
+    ]
+    assert SpreadSelector(2).select(PLAN, None).tolist() == [12, 13, 34, 35]
+    assert SpreadSelector().select(BlendPlan(60, ()), None).tolist() == []
+
+
+@pytest.mark.parametrize("length", [1, 3, 5, 20])
+@pytest.mark.parametrize("ratio", [0.0, 0.1, 0.5, 0.99, 1.0])
+def test_spread_takes_as_many_as_the_ratio_says(length: int, ratio: float) -> None:
+    plan = BlendPlan(60, (Segment(7, 7 + length, "a", 0, False),))
+    chosen = SpreadSelector().select(plan, ratio)
+    assert len(chosen) == math.ceil(length * ratio)
+    assert np.isin(chosen, plan.reusable).all() and (np.diff(chosen) > 0).all()
 
 
 def test_anchor_weighs_attention_with_the_root_of_staleness() -> None:

@@ -114,6 +114,13 @@ class ModelAdapter:
         else:
             target.copy_(keys)
 
+    def add_rotated(self, layer_idx: int, target: torch.Tensor, keys: torch.Tensor, angles: Angles) -> None:
+        """Add keys, once they are at their positions, to `target`; see `Rotary.add_rotated`."""
+        if self.rotates(layer_idx):
+            self.rotary.add_rotated(target, keys, self.rotary.of_layer(layer_idx, angles))
+        else:
+            target += keys
+
     def unrotate(self, layer_idx: int, keys: torch.Tensor, angles: Angles) -> torch.Tensor:
         """A layer's keys without their positions, float32; see `Rotary.unrotate`."""
         if not self.rotates(layer_idx):

@@ -25,6 +25,12 @@ class Adapter(ModelAdapter):
         super().rotate_into(layer_idx, target, keys, angles)
         target.mul_(self._weight(layer_idx).to(target.device, torch.float32))
 
+    def add_rotated(self, layer_idx: int, target: torch.Tensor, keys: torch.Tensor, angles: Angles) -> None:
+        """As they are when they have been scaled."""
+        rotated = torch.empty_like(target, dtype=torch.float32)
+        self.rotate_into(layer_idx, rotated, keys.expand_as(target), angles)
+        target += rotated
+
     def unrotate(self, layer_idx: int, keys: torch.Tensor, angles: Angles) -> torch.Tensor:
         """The inverse. A weight of zero has none, and the self-test refuses the model."""
         unscaled = keys.float() / self._weight(layer_idx).to(keys.device, torch.float32)

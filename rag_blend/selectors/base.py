@@ -21,10 +21,13 @@ class TokenSelector(ABC):
     Attributes:
         default_ratio: Share of the reusable tokens to recompute when the caller names none.
         check_layer: A layer (>= 1) before which `refine` may drop tokens, or None.
+        shifts_rest: Whether the rows that are not computed are moved as far as those of their chunk that are have moved
+            on average; see `ChunkShift`. Without a check layer only.
     """
 
     default_ratio: float | None = None
     check_layer: int | None = None
+    shifts_rest = False
 
     @abstractmethod
     def select(self, plan: BlendPlan, ratio: float | None) -> Positions:
@@ -72,6 +75,8 @@ class ScoreSelector(TokenSelector):
 
 class AttentionSelector(TokenSelector):
     """Chooses by the attention that tokens receive from the question, found by a cheap pass over the stored rows."""
+
+    shifts_rest = True
 
     def num_chosen(self, plan: BlendPlan, ratio: float | None) -> int:
         """How many tokens to choose: the ratio's share, or what the pass has left of the default work."""
