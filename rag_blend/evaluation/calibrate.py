@@ -42,7 +42,11 @@ class Candidate:
         return self.selector if self.ratio is None else f"{self.selector} {self.ratio:.0%}"
 
 
-CANDIDATES = (Candidate("heads"), Candidate("spread"), *(Candidate("anchor", r) for r in (0.05, 0.07, 0.1, 0.15, 0.2, 0.3, 0.5)))
+CANDIDATES = (
+    Candidate("heads"),
+    Candidate("spread"),
+    *(Candidate("anchor", r) for r in (0.05, 0.07, 0.1, 0.15, 0.2, 0.3, 0.5)),
+)
 
 
 @dataclass(frozen=True, slots=True)
