@@ -17,7 +17,7 @@ from rag_blend.listing import empty_catalog, usable_chunks
 from rag_blend.plan import BlendPlan, Positions
 from rag_blend.primer import Primer
 from rag_blend.runner import BlendPolicy
-from rag_blend.selectors import AttentionSelector, selector_names, selector_of
+from rag_blend.selectors import AttentionSelector, TokenSelector, selector_names, selector_of
 from rag_blend.storage import StorageBackend
 from rag_blend.store import KVStore
 from rag_blend.vllm.options import Options
@@ -58,13 +58,18 @@ def policy_of(recipe: Recipe) -> BlendPolicy:
         ValueError: There is no such selector, vLLM has not what it needs, or the ratio is none.
     """
     policy = BlendPolicy.of(recipe.selector, recipe.recompute_ratio)
-    if isinstance(policy.selector, AttentionSelector):
-        able = [name for name in selector_names() if not isinstance(selector_of(name), AttentionSelector)]
+    if not is_servable(policy.selector):
+        able = [name for name in selector_names() if is_servable(selector_of(name))]
         raise ValueError(
-            f"selector {recipe.selector!r} must see what a question attends to, which vLLM's kernels do not show; "
-            f"use one of {', '.join(able)}"
+            f"selector {recipe.selector!r} must see what a question attends to, or move rows while layers run, which "
+            f"vLLM's kernels do not allow; use one of {', '.join(able)}"
         )
     return policy
+
+
+def is_servable(selector: TokenSelector) -> bool:
+    """Whether vLLM can do what a selector needs."""
+    return not (isinstance(selector, AttentionSelector) or selector.shifts_rest)
 
 
 class PromptPlanner:

@@ -243,7 +243,9 @@ def test_a_client_is_not_made_with(config, said):
 
 
 def test_the_selectors_are_those_of_vllm():
-    assert set(SELECTORS) == {name for name in selector_names() if not isinstance(selector_of(name), AttentionSelector)}
+    selectors = {name: selector_of(name) for name in selector_names()}
+    unable = {name for name, kind in selectors.items() if isinstance(kind, AttentionSelector) or kind.shifts_rest}
+    assert {"anchor", "probe", "spread"} == unable and set(SELECTORS) == selectors.keys() - unable
 
 
 def test_a_wrong_argument_of_a_call_is_not_taken_for_an_empty_answer(server):
