@@ -114,10 +114,11 @@ def test_a_common_beginning_is_not_written_again(clean: Server, hf: BlendEngine,
         {**fields_of(), "cache_salt": "guessed"},
         {**fields_of(namespace="other"), "cache_salt": fields_of()["cache_salt"]},
         fields_of("anchor"),
+        fields_of("spread"),
         fields_of("heads", 2.0),
         fields_of(namespace="unknown"),
     ],
-    ids=["no salt", "wrong salt", "another tenant's salt", "selector", "ratio", "tenant"],
+    ids=["no salt", "wrong salt", "another tenant's salt", "selector", "selector that shifts", "ratio", "tenant"],
 )
 def test_a_wrong_wish_is_served_without_blending(
     clean: Server, hf: BlendEngine, corpus: list[str], fields: dict
