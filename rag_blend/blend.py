@@ -149,7 +149,7 @@ class BlendPass:
         return hidden_states[:, -1:]
 
     def _shift_rest(self, layer_idx: int, whole: LayerKV, fresh: LayerKV) -> None:
-        if self._shift is not None:
+        if self._shift is not None and layer_idx > 0:  # the first layer's rows depend on nothing in front of them
             chosen = self._rows.indices_of(self._chosen)
             self._shift.apply(layer_idx, whole, LayerKV(*(side[:1, :, chosen] for side in fresh)))
 

@@ -7,10 +7,13 @@ import pytest
 import torch
 from conftest import ALL_FAMILIES, FAMILY_ROPES, random_model
 
+from rag_blend.blend import BlendPass
+from rag_blend.cache import BlendCache, kv_of
 from rag_blend.chunk import LayerKV
 from rag_blend.match import Match
 from rag_blend.models import ModelAdapter, adapter_for
 from rag_blend.plan import BlendPlan, plan_blend
+from rag_blend.selectors.spread import SpreadSelector
 from rag_blend.shift import ChunkShift
 
 NUM_TOKENS = 60
@@ -83,6 +86,30 @@ def test_one_token_does_not_decide_for_its_chunk() -> None:
     fresh.values.add_(torch.tensor([1.0, 1.0, 1.0, 1000.0])[:, None])
     ChunkShift(adapter, a_plan(), adapter.rotary.angles(NUM_TOKENS, adapter.device), chosen).apply(0, rows, fresh)
     assert torch.allclose((rows.values - before)[:, :, FIRST], torch.tensor(4 / 10), atol=1e-4)
+
+
+class Stored:
+    def __init__(self, layers: list[LayerKV]) -> None:
+        self.layers = layers
+
+    def layer(self, layer_idx: int) -> LayerKV:
+        return LayerKV(*(side.clone() for side in self.layers[layer_idx]))
+
+
+def test_the_first_layer_is_left_alone_for_its_rows_depend_on_nothing_in_front_of_them() -> None:
+    adapter, plan = adapter_for(random_model()), a_plan()
+    stored = Stored([random_rows(adapter, seed) for seed in range(adapter.num_layers)])
+    selector = SpreadSelector()
+    chosen = selector.select(plan, None)
+    shift = ChunkShift(adapter, plan, adapter.rotary.angles(NUM_TOKENS, adapter.device), chosen)
+    blend = BlendPass(adapter, plan, chosen, stored, selector, shift=shift)
+    cache = BlendCache(adapter.num_layers, placer=blend)
+    with torch.no_grad(), adapter.packing(), adapter.layer_hooks(blend.before_layer, cache):
+        adapter.model(torch.arange(NUM_TOKENS)[None], use_cache=True, **{adapter.cache_argument: cache})
+    rest = np.setdiff1d(plan.reusable, chosen)
+    for layer_idx, rows in enumerate(stored.layers):
+        for side, was in zip(kv_of(cache, layer_idx), rows, strict=True):
+            assert torch.equal(side[:, :, rest], was[:, :, rest]) == (layer_idx == 0)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
