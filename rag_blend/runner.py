@@ -63,11 +63,14 @@ class BlendPolicy:
         """Check and resolve what a user asked for.
 
         Raises:
-            ValueError: The ratio is not between 0 and 1, or no selector has this name.
+            ValueError: The ratio is not between 0 and 1, no selector has this name, or it both drops and shifts rows.
         """
         if ratio is not None and not 0.0 <= ratio <= 1.0:
             raise ValueError(f"recompute_ratio must lie between 0 and 1, got {ratio}")
-        return cls(selector_of(selector), ratio, reuse, may_raise)
+        acting = selector_of(selector)
+        if acting.shifts_rest and acting.check_layer is not None:
+            raise ValueError(f"{type(acting).__name__} has shifts_rest and a check_layer; it may have one of them")
+        return cls(acting, ratio, reuse, may_raise)
 
     @property
     def recomputes_everything(self) -> bool:

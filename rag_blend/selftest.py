@@ -101,9 +101,12 @@ def _check_rotation(adapter: ModelAdapter, input_ids: torch.Tensor) -> None:
     angles = adapter.rotary.angles(_NUM_TOKENS, adapter.device)
     here, there = angles.at(0, _NUM_TOKENS - shift), angles.at(shift, _NUM_TOKENS)
     for layer_idx, (first, second) in enumerate(_keys_at_two_places(adapter, input_ids, shift)):
-        moved = torch.empty_like(second.keys)[None]
-        adapter.rotate_into(layer_idx, moved, adapter.unrotate(layer_idx, first.keys[None], here), there)
-        require_equal(adapter.model, moved[0].float(), second.keys.float(), f"moving the keys of layer {layer_idx}")
+        unrotated = adapter.unrotate(layer_idx, first.keys[None], here)
+        moved, added = torch.empty_like(second.keys)[None], torch.zeros_like(second.keys)[None]
+        adapter.rotate_into(layer_idx, moved, unrotated, there)
+        adapter.add_rotated(layer_idx, added, unrotated, there)
+        for what, keys in (("moving the", moved), ("adding to the", added)):
+            require_equal(adapter.model, keys[0].float(), second.keys.float(), f"{what} keys of layer {layer_idx}")
 
 
 def _keys_at_two_places(adapter: ModelAdapter, input_ids: torch.Tensor, shift: int) -> list[tuple[LayerKV, LayerKV]]:

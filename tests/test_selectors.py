@@ -12,8 +12,10 @@ from conftest import random_model, random_text
 
 from rag_blend import BlendEngine
 from rag_blend.plan import BlendPlan, Segment
+from rag_blend.runner import BlendPolicy
 from rag_blend.selectors.anchor import AnchorSelector
 from rag_blend.selectors.base import AttentionSelector, Scores
+from rag_blend.selectors.hkvd import HkvdSelector
 from rag_blend.selectors.probe import ProbeSelector
 from rag_blend.selectors.spread import SpreadSelector
 
@@ -192,3 +194,13 @@ def test_rows_that_nobody_computed_are_invisible_to_the_probe(
     assert np.array_equal(usual.received, again.received)
     absent = np.setdiff1d(usual.plan.fresh, usual.plan.question[-32:])
     assert len(absent) and (usual.received[absent] == 0.0).all()
+
+
+class _DropsAndShifts(HkvdSelector):
+    shifts_rest = True
+
+
+def test_a_selector_that_drops_rows_late_cannot_shift_the_others() -> None:
+    """A shift follows the tokens chosen before the first layer."""
+    with pytest.raises(ValueError, match="_DropsAndShifts has shifts_rest and a check_layer"):
+        BlendPolicy.of(_DropsAndShifts(), None)

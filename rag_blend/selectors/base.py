@@ -22,7 +22,7 @@ class TokenSelector(ABC):
         default_ratio: Share of the reusable tokens to recompute when the caller names none.
         check_layer: A layer (>= 1) before which `refine` may drop tokens, or None.
         shifts_rest: Whether the rows that are not computed are moved as far as those of their chunk that are have moved
-            on average; see `ChunkShift`. Without a check layer only.
+            on average; see `ChunkShift`. Engines refuse it beside a check layer.
     """
 
     default_ratio: float | None = None

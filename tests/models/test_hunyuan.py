@@ -23,6 +23,13 @@ def test_the_common_adapter_does_not_do() -> None:
         check_model(ModelAdapter(random_model("hunyuan_v1_dense")))
 
 
+def test_forgetting_the_scale_where_keys_are_added_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    adapter = adapter_for(random_model("hunyuan_v1_dense"))
+    monkeypatch.setattr(type(adapter), "add_rotated", ModelAdapter.add_rotated)
+    with pytest.raises(UnsupportedModelError, match="adding to the keys of layer 0 differs"):
+        check_model(adapter)
+
+
 def test_a_weight_of_zero_is_refused() -> None:
     model = random_model("hunyuan_v1_dense")
     with torch.no_grad():
