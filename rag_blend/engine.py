@@ -102,7 +102,7 @@ class BlendEngine:
         storage: Where caches live: a directory, a URL, a `StorageBackend`, a list of these for several tiers, nearest
             first (``["memory://?quota=2GB", "kv/", "redis://host/0"]``), or None for this process's memory.
         selector: Which reusable tokens are recomputed, unless a calibration chose another selector: a name
-            (``"heads"``, ``"hkvd"``, ``"probe"``, ``"anchor"``, ``"random"``, ``"all"``, ``"none"``) or a
+            (``"heads"``, ``"spread"``, ``"hkvd"``, ``"probe"``, ``"anchor"``, ``"random"``, ``"all"``, ``"none"``) or a
             `TokenSelector`, which never gives way.
         recompute_ratio: Share of the reusable tokens to recompute. ``"auto"``: selector and ratio are those that
             ``rag-blend calibrate`` has found for this model, namespace and priming, or full prefill if it found
