@@ -19,7 +19,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -32,6 +32,7 @@ from rag_blend.codecs.base import Shape
 from rag_blend.codecs.raw import RawCodec
 from rag_blend.errors import CorruptChunkError, FingerprintMismatchError
 from rag_blend.storage import EntryReader
+from rag_blend.storage.base import Bytes
 
 MAX_HEADER_BYTES = 1 << 20
 _FIRST_READ = 1 << 14  # enough for the header of most models: one read instead of two
@@ -169,18 +170,19 @@ def _is_finite(tensor: torch.Tensor) -> bool:
 
 
 def _parse_header(reader: EntryReader, key: str, own: Codec) -> EntryHeader:
-    first = reader.read(0, min(_FIRST_READ, reader.size)).tobytes()
-    length = int.from_bytes(first[:8], "little")
+    first = reader.read(0, min(_FIRST_READ, reader.size))
+    length = int.from_bytes(first[:8].tobytes(), "little")
     if len(first) < 8 or length > min(MAX_HEADER_BYTES, reader.size - 8):
         raise ValueError(f"header of {length} bytes in an entry of {reader.size}")
     if 8 + length > len(first):
-        first = reader.read(0, 8 + length).tobytes()
-    fields: dict[str, Any] = json.loads(first[8 : 8 + length])
+        first = reader.read(0, 8 + length)
+    fields: dict[str, Any] = json.loads(first[8 : 8 + length].tobytes())
     metadata = fields.pop("__metadata__")
     if metadata["format"] != FORMAT:
         raise ValueError(f"format {metadata['format']!r}, expected {FORMAT!r}")
-    ids = _read_vector(reader, fields.pop(_IDS), 8 + length, "I32").view("<i4")
-    staleness = _read_staleness(reader, fields.pop(_STALENESS, None), 8 + length, metadata.get(_STALENESS), len(ids))
+    front = _Front(first, reader)
+    ids = _read_vector(front, fields.pop(_IDS), 8 + length, "I32").view("<i4")
+    staleness = _read_staleness(front, fields.pop(_STALENESS, None), 8 + length, metadata.get(_STALENESS), len(ids))
     origin = ChunkOrigin(**json.loads(metadata["origin"]))
     if chunk_key(origin, ids) != key:
         raise ValueError("its contents belong under another key")
@@ -218,21 +220,34 @@ def _codec_named(name: str, own: Codec) -> Codec:
         raise FingerprintMismatchError(str(error)) from error
 
 
-def _read_vector(reader: EntryReader, field: dict[str, Any], data_start: int, dtype: str) -> np.ndarray:
+class _Front(NamedTuple):
+    """An entry whose first bytes have been read: what lies among them costs no other way to its medium."""
+
+    first: Bytes
+    reader: EntryReader
+
+    def read(self, offset: int, length: int) -> Bytes:
+        """See `EntryReader.read`."""
+        if offset + length > len(self.first):
+            return self.reader.read(offset, length)
+        return self.first[offset : offset + length].copy()  # or the rest would stay in memory with it
+
+
+def _read_vector(entry: _Front, field: dict[str, Any], data_start: int, dtype: str) -> np.ndarray:
     """The bytes of a one-dimensional tensor."""
     start, end = _span(field)
     itemsize = {"I32": 4, "F16": 2}[dtype]
-    if field["dtype"] != dtype or field["shape"] != [(end - start) // itemsize] or data_start + end > reader.size:
+    if field["dtype"] != dtype or field["shape"] != [(end - start) // itemsize] or data_start + end > entry.reader.size:
         raise ValueError(f"a vector of {dtype} is malformed")
-    return reader.read(data_start + start, end - start)
+    return entry.read(data_start + start, end - start)
 
 
 def _read_staleness(
-    reader: EntryReader, field: dict[str, Any] | None, data_start: int, checksum: Any, num_tokens: int
+    entry: _Front, field: dict[str, Any] | None, data_start: int, checksum: Any, num_tokens: int
 ) -> np.ndarray | None:
     if field is None and checksum is None:
         return None
-    data = _read_vector(reader, field or {}, data_start, "F16")
+    data = _read_vector(entry, field or {}, data_start, "F16")
     if xxhash.xxh3_128_hexdigest(data.tobytes()) != checksum or len(data) != 2 * num_tokens:
         raise ValueError("staleness does not match its checksum")
     return data.view("<f2")

@@ -323,7 +323,8 @@ USES: dict[str, tuple[Callable[[KVStore, str], object], type[Exception] | None]]
 def test_an_unanswered_read_is_a_counted_miss(use: str, good_reads: int | None) -> None:
     backend = _Flaky()
     store = store_on(backend)
-    key = store.put(chunk_of(store)).key
+    chunk = random_chunk(0, store.origin(NO_TOKENS, NO_TOKENS), num_layers=150, num_heads=1, head_dim=2)
+    key = store.put(chunk).key  # its header takes two reads
     backend.good_reads = good_reads
     if good_reads is None:
         backend.fails.add("open")
@@ -338,6 +339,18 @@ def test_an_unanswered_read_is_a_counted_miss(use: str, good_reads: int | None) 
     backend.good_reads = None
     backend.fails.clear()
     assert store.has(key)  # nothing was set aside
+
+
+def test_what_an_entry_says_of_itself_takes_one_read() -> None:
+    """Each is a way to the medium and back: with ids and staleness read apart, opening would take three."""
+    backend = _Flaky()
+    store = store_on(backend)
+    chunk = chunk_of(store)
+    key = store.put(chunk).key
+    backend.good_reads = 1
+    with store.open(key) as stored:
+        assert np.array_equal(stored.header.token_ids, chunk.token_ids)
+        assert np.array_equal(stored.header.staleness, chunk.staleness)
 
 
 def test_an_entry_of_many_layers_takes_a_second_read(store: KVStore) -> None:
