@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import logging
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import islice
 from typing import NamedTuple
 
@@ -22,6 +23,7 @@ from rag_blend.prompt import EDGE_TOKENS, common_prefix
 logger = logging.getLogger(__name__)
 
 TokenIdsOf = Callable[[str], np.ndarray]
+ReadAhead = Callable[[Sequence[str]], Mapping[str, Exception]]
 UnprimedKeyOf = Callable[[str, np.ndarray], str]
 _BEST_FIRST = ("own", "shared", "none")  # see `ChunkOrigin.priming`
 _CHUNKS_AT_ONCE = 4096  # whose ids are in memory while they are added
@@ -104,6 +106,8 @@ class ChunkCatalog:
         unprimed_key_of: From a head's digest and a chunk's ids to the key that the chunk has if it was not primed. If
             given, unprimed chunks are copies of primed ones: each is used where that one stands first, and is exact
             there, and nowhere else. None: they are chunks like others.
+        read_ahead: Gets the keys for which ids will be asked for, and brings them all at once, so that each need not
+            wait for the one before; tells which could not be had, with what `token_ids_of` would raise.
     """
 
     def __init__(
@@ -112,8 +116,10 @@ class ChunkCatalog:
         head_ids_of: TokenIdsOf,
         any_head: bool = False,
         unprimed_key_of: UnprimedKeyOf | None = None,
+        read_ahead: ReadAhead | None = None,
     ) -> None:
         self._token_ids_of = token_ids_of
+        self._announce = None if read_ahead is None else partial(self._bring, read_ahead)
         self._head_ids_of = head_ids_of
         self._any_head = any_head
         self._unprimed_key_of = unprimed_key_of
@@ -255,11 +261,17 @@ class ChunkCatalog:
             head_ids = None if head == GENERIC_HEAD else self._head_ids_of(head)
             if head_ids is not None and digest_ids(head_ids) != head:
                 raise KeyError(head)  # exactness is claimed on the strength of these ids
-            self._groups[head, priming] = _Group(head_ids, priming, ChunkIndex(self._ids_or_lost))
+            self._groups[head, priming] = _Group(
+                head_ids, priming, ChunkIndex(self._ids_or_lost, announce=self._announce)
+            )
         return self._groups[head, priming]
 
+    def _bring(self, read_ahead: ReadAhead, keys: Sequence[str]) -> None:
+        for key, error in read_ahead([key for key in keys if key not in self._silent]).items():
+            (self._silent if isinstance(error, StoreUnavailableError) else self._lost).add(key)
+
     def _ids_or_lost(self, key: str) -> np.ndarray:
-        if key in self._silent:
+        if key in self._silent or key in self._lost:
             raise KeyError(key)
         try:
             return self._token_ids_of(key)

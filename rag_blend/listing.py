@@ -18,7 +18,7 @@ from rag_blend.store import KVStore
 def empty_catalog(store: KVStore, primer: Primer, any_head: bool = False) -> ChunkCatalog:
     """A catalog that asks the store for ids of chunks and heads; `any_head`: see `ChunkCatalog`."""
     unprimed_key_of = partial(_unprimed_key, store) if primer.keeps_copies else None
-    return ChunkCatalog(store.token_ids, partial(_head_ids, store), any_head, unprimed_key_of)
+    return ChunkCatalog(store.token_ids, partial(_head_ids, store), any_head, unprimed_key_of, store.read_ahead)
 
 
 def usable_chunks(store: KVStore, primer: Primer) -> Iterator[ListedChunk]:

@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import pytest
@@ -8,6 +8,7 @@ from contracts.kv import token_ids
 
 from rag_blend.catalog import ChunkCatalog, Findings
 from rag_blend.chunk import GENERIC_HEAD, NO_TOKENS, ChunkOrigin, chunk_key, digest_ids
+from rag_blend.errors import StoreUnavailableError
 from rag_blend.label import ListedChunk
 from rag_blend.match import Match
 from rag_blend.prompt import common_prefix
@@ -332,3 +333,30 @@ def test_a_damaged_middle_gives_an_exact_part_and_a_blended_one(shelf: Shelf) ->
 def test_common_prefix(left: list[int], right: list[int], length: int) -> None:
     arrays: Callable[[list[int]], np.ndarray] = lambda ids: np.asarray(ids, dtype=np.int32)  # noqa: E731
     assert common_prefix(arrays(left), arrays(right)) == common_prefix(arrays(right), arrays(left)) == length
+
+
+def test_chunks_are_read_ahead_and_what_cannot_be_had_is_not_asked_for_again() -> None:
+    """A way to the medium for each of them in turn would add up."""
+    errors: dict[str, Exception] = {}
+    ahead: list[set[str]] = []
+    shelf = Shelf()
+
+    def read_ahead(keys: Sequence[str]) -> dict[str, Exception]:
+        ahead.append(set(keys))
+        return {key: error for key, error in errors.items() if key in keys}
+
+    def ids_of(key: str) -> np.ndarray:
+        assert key not in errors
+        return shelf.ids[key]
+
+    shelf.catalog = ChunkCatalog(ids_of, shelf.heads.__getitem__, read_ahead=read_ahead)
+    a, b, c = shelf.add(A), shelf.add(B), shelf.add(C)
+    assert not shelf.find(HEAD, A, B, C, QUESTION).lost
+    assert ahead == [{a, b, c}]
+    errors.update({a: StoreUnavailableError("silent"), b: KeyError(b)})
+    found = shelf.find(HEAD, A, B, C, QUESTION)
+    assert sorted(found.lost) == sorted([a, b])
+    assert ahead[1:] == [{a, b, c}, {c}]  # once more without what is gone; what is silent need not be asked again
+    errors.clear()
+    assert not shelf.find(HEAD, A, B, C, QUESTION).lost
+    assert ahead[-1] == {a, c}  # b is forgotten

@@ -668,3 +668,25 @@ def test_repetitive_text_never_breaks_a_promise(chunks: list[list[int]], prompt:
     library = Library([np.asarray(ids, np.int32) for ids in chunks] + periodic)
     library.match(prompt, *periodic[:3], prompt)
     assert len(library.calls) == len(set(library.calls))
+
+
+def test_chunks_that_seem_to_stand_in_a_prompt_are_announced_before_they_are_asked_for() -> None:
+    rng = np.random.default_rng(5)
+    chunks = [rng.integers(0, 50_000, 80).astype(np.int32) for _ in range(20)]
+    said: list[list[str]] = []
+    asked: list[str] = []
+
+    def token_ids_of(key: str) -> Ids:
+        assert said  # it was announced before
+        asked.append(key)
+        return chunks[int(key, 16)]
+
+    index = ChunkIndex(token_ids_of, WINDOW, said.append)
+    for number, ids in enumerate(chunks):
+        index.add(key_of(number), ids)
+    prompt = np.concatenate([chunks[3], chunks[7], chunks[9][:32]])  # a part is asked for, but was not foreseen
+    assert [match.key for match in index.match(prompt)] == [key_of(3), key_of(7), key_of(9)]
+    assert [sorted(keys) for keys in said] == [[key_of(3), key_of(7)]]
+    assert sorted(asked) == [key_of(3), key_of(7), key_of(9)]
+    index.match(np.concatenate(chunks))
+    assert len(said[1]) == 16  # they might be many

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import errno
 import logging
+import threading
 from collections.abc import Callable, Iterator, Set
 from dataclasses import asdict, fields, replace
 from pathlib import Path
@@ -553,3 +554,36 @@ def test_counts_are_a_copy(store: KVStore) -> None:
         store.open("0" * 64)
     assert counts == {}
     assert store.counts == {"missing": 1}
+
+
+class _FarAway(MemoryBackend):
+    """Answers as soon as three ask at once."""
+
+    parallel_reads = 3
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.meeting = threading.Barrier(3, timeout=10)
+
+    def open(self, key: str) -> EntryReader:
+        self.meeting.wait()
+        return super().open(key)
+
+
+def test_what_will_be_asked_for_is_read_at_once() -> None:
+    backend = _FarAway()
+    store = store_on(backend)
+    chunks = [chunk_of(store, seed) for seed in range(2)]
+    keys = [store.put(chunk).key for chunk in chunks]
+    errors = store.read_ahead([*keys, "f" * 64])
+    assert list(errors) == ["f" * 64] and isinstance(errors["f" * 64], KeyError)
+    assert store.counts == {"missing": 1}
+    for key, chunk in zip(keys, chunks, strict=True):  # nobody else would come to the meeting
+        assert np.array_equal(store.token_ids(key), chunk.token_ids)
+    assert store.read_ahead(keys) == {}
+
+
+def test_one_entry_is_not_read_ahead() -> None:
+    backend = _FarAway()
+    store = store_on(backend)
+    assert store.read_ahead([store.put(chunk_of(store)).key]) == {}

@@ -14,9 +14,11 @@ from rag_blend.match.arrays import Bool, Int32, Int64, UInt8, runs, strides
 from rag_blend.match.postings import Hits
 
 TokenIdsOf = Callable[[str], Int32]
+Announce = Callable[[list[str]], None]
 
 # Candidates of one prompt that may turn out to be nothing (vanished entries, hash collisions).
 _MAX_FRUITLESS = 512
+_MOST_FORESEEN = 16
 # A hit in a window that few chunks share outweighs any number of hits in boilerplate.
 _RARE = 1 << 30
 
@@ -67,6 +69,13 @@ class Candidates:
             tokens=lengths,
             digests=digests[distinct],
         )
+
+    def foreseen(self) -> list[str]:
+        """Keys of the chunks of which most seems to stand in the prompt, the best-supported first, not too many."""
+        of_hits = np.where(self.weights >= _RARE, self.weights // _RARE, self.weights)
+        support = np.bincount(self.chunks[self.groups], of_hits, minlength=self.tokens.size)
+        best = np.argsort(-support, kind="stable")[:_MOST_FORESEEN]
+        return [self.key(int(chunk)) for chunk in best if 2 * support[chunk] >= self.tokens[chunk]]
 
     def key(self, chunk: int) -> str:
         """Key of a chunk, 64 hex digits."""

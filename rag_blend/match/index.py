@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from rag_blend.match.arrays import Int32, as_ids, fingerprints, odd_numbers, window_hashes
-from rag_blend.match.cover import Candidates, Cover, TokenIdsOf
+from rag_blend.match.cover import Announce, Candidates, Cover, TokenIdsOf
 from rag_blend.match.postings import Postings
 from rag_blend.match.rows import Rows, digest_of, stacked
 
@@ -68,7 +68,7 @@ class ChunkIndex:
     way may still be returned by that match.
     """
 
-    def __init__(self, token_ids_of: TokenIdsOf, window: int = 16) -> None:
+    def __init__(self, token_ids_of: TokenIdsOf, window: int = 16, announce: Announce | None = None) -> None:
         """Make an empty index.
 
         Args:
@@ -77,6 +77,8 @@ class ChunkIndex:
                 KeyError or returns another number of ids (the entry vanished or was replaced) the chunk is
                 skipped. Any other exception passes through `match`.
             window: Tokens a fingerprint covers, and the fewest tokens a match can have; at least 1.
+            announce: Is told before, by `match`, for which keys the ids will be asked for, as far as can be foreseen:
+                to have them brought all at once.
 
         Raises:
             ValueError: `window` is below 1.
@@ -84,6 +86,7 @@ class ChunkIndex:
         if window < 1:
             raise ValueError(f"window must be at least 1, got {window}")
         self._token_ids_of = token_ids_of
+        self._announce = announce
         self._window = window
         self._coefficients = odd_numbers(window)
         self._lock = threading.Lock()
@@ -167,7 +170,9 @@ class ChunkIndex:
             if hits.positions.size == 0:
                 return []
             found = Candidates.of(hits, self._rows.tokens, self._rows.digests, self._window)
-        # From here on nothing of the index is used, so the callback runs without the lock.
+        # From here on nothing of the index is used, so the callbacks run without the lock.
+        if self._announce is not None:
+            self._announce(found.foreseen())
         matches = []
         for start, stop, group in Cover(prompt, self._window, found, self._token_ids_of).stretches():
             chunk = int(found.chunks[group])
