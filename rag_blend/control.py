@@ -27,7 +27,6 @@ _MOST_WORK = 0.8  # of a full prefill: rows with gaps between them take longer t
 _ENOUGH = 2  # blends that tell whether those of their size are slow; the first of anything often is
 _FIRST_DELAY = 4  # refusals
 _TRIED_SHARE = 0.01  # of all time may go into trying what was slow
-_SOON_TRIED_SHARE = 0.1  # the same, while little is known of it
 _FEWEST_TOKENS = 64  # fewer say more about overhead than about tokens
 
 
@@ -65,11 +64,10 @@ class ModelCost:
 
 
 class Backoff:
-    """When to try again what was found slow: soon, for the first of anything often is; then ever more rarely.
+    """When to try again what was found slow: after a number of refusals that doubles with each try.
 
-    After the first try, the number of refusals in between doubles from ten times up to a hundred times the cost of a
-    try. So tries take a tenth of the time at most, in the long run a hundredth, and are a hundredth of the answers
-    then, however slow they are; and what is fast again is found after so many refusals.
+    It doubles up to a hundred times the cost of a try. So in the long run tries take a hundredth of the time, and are a
+    hundredth of the answers at most, however slow they are; and what is fast again is found after so many refusals.
     """
 
     def __init__(self) -> None:
@@ -91,8 +89,7 @@ class Backoff:
         self._refusals += 1
         if self._refusals <= self._delay:
             return False
-        longer = max(_FIRST_DELAY, 2 * self._delay, cost / _SOON_TRIED_SHARE)
-        self._refusals, self._delay = 0, int(min(longer, cost / _TRIED_SHARE))
+        self._refusals, self._delay = 0, int(min(max(_FIRST_DELAY, 2 * self._delay), cost / _TRIED_SHARE))
         return True
 
 
