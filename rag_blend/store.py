@@ -208,7 +208,7 @@ class KVStore:
         Returns:
             The keys for which it would raise, and what.
         """
-        backend = self.backend
+        backend = self.backend  # calls of one without deadlines may hang, and threads left behind are to stay few
         with self._lock:
             unknown = [key for key in keys if key not in self._headers]
         if len(unknown) < 2 or backend.parallel_reads < 2 or not backend.has_deadlines:
