@@ -196,7 +196,8 @@ class ChunkCatalog:
                     keys.add(copy.key)
         return keys
 
-    def _add_some(self, head: str, priming: str, chunks: Iterable[ListedChunk]) -> None:
+    def _add_some(self, head: str, priming: str, chunks: Sequence[ListedChunk]) -> None:
+        self._lost.difference_update(chunk.key for chunk in chunks)
         if self._unprimed_key_of is not None and priming == "none" and head != NO_TOKENS:
             self._copies.update(chunk.key for chunk in chunks)
             return

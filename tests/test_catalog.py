@@ -360,3 +360,14 @@ def test_chunks_are_read_ahead_and_what_cannot_be_had_is_not_asked_for_again() -
     errors.clear()
     assert not shelf.find(HEAD, A, B, C, QUESTION).lost
     assert ahead[-1] == {a, c}  # b is forgotten
+
+
+def test_a_chunk_that_was_seen_to_be_gone_and_is_stored_again_is_found(shelf: Shelf) -> None:
+    """A look in advance forgets nothing; what is added behind it must not be forgotten for it."""
+    a = shelf.add(A)
+    del shelf.ids[a]
+    assert shelf.catalog.keys_in(A) == set()
+    shelf.add(A)
+    assert shelf.catalog.keys_in(A) == {a}
+    found = shelf.find(HEAD, A, QUESTION)
+    assert [match.key for match in found.prefix] == [a] and not found.lost
